@@ -1,0 +1,19 @@
+"""FeatCal for the Hugging Face workflow: repair a merged model's features, block by block, in closed form."""
+
+from featcal_hf.errors import CheckpointError, DataError, FeatCalError, RecipeError, SolveError
+from featcal_hf.in_memory import CalibrationReport, calibrate_model
+from featcal_hf.recipe import Settings
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CalibrationReport",
+    "CheckpointError",
+    "DataError",
+    "FeatCalError",
+    "RecipeError",
+    "Settings",
+    "SolveError",
+    "__version__",
+    "calibrate_model",
+]

@@ -1,0 +1,257 @@
+"""Parked forwards: a model's forward that stops at every block and waits for the block's output.
+
+Each block's ``forward`` is replaced by one that hands its arguments to the scheduler and waits; the model's own
+forward runs in a greenlet. So the scheduler sees exactly what the model passes to the block (masks, rotary
+embeddings, position bias, encoder states), may run the block as often as it likes with any weights, and the
+true execution order is found rather than configured.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+from transformers import PreTrainedModel
+
+from featcal_hf.errors import CheckpointError, DataError
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a model passes to one of its blocks: the block's path and arguments."""
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def on(self, device: torch.device) -> Call:
+        """The same call with its tensors on `device`; a tensor passed twice stays one tensor."""
+        moved: dict[int, Tensor] = {}
+
+        def move(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return moved.setdefault(id(value), value.to(device))
+
+        return Call(self.path, tree_map(move, self.args), tree_map(move, self.kwargs))
+
+    @property
+    def hidden_states(self) -> Tensor:
+        """The block's own tokens, (batch, tokens, width): its first tensor."""
+        return next(value for value in self._leaves() if isinstance(value, Tensor))
+
+    @property
+    def other_tensors(self) -> list[Tensor]:
+        """The tensors passed beside the hidden states, for instance an encoder's output."""
+        hidden = self.hidden_states
+        return [value for value in self._leaves() if isinstance(value, Tensor) and value is not hidden]
+
+    def _leaves(self) -> list[Any]:
+        return tree_flatten((self.args, self.kwargs))[0]
+
+
+def first_tensor(output: Any) -> Tensor:
+    """A block's hidden states: its output, or the first member of it."""
+    return next(value for value in tree_flatten(output)[0] if isinstance(value, Tensor))
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated members of the outermost ``ModuleList``s, by canonical path.
+
+    Canonical paths leave out the model's base prefix, so that a base model and the same model under a head agree.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    blocks: dict[str, nn.Module] = {}
+
+    def walk(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            child_path = f"{path}.{name}" if path else name
+            if isinstance(child, nn.ModuleList):
+                blocks.update((f"{child_path}.{i}", member) for i, member in child.named_children())
+            else:
+                walk(child, child_path)
+
+    walk(model, "")
+    if prefix and hasattr(model, prefix):
+        return {path.removeprefix(f"{prefix}."): block for path, block in blocks.items()}
+    return blocks
+
+
+@contextmanager
+def parking(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
+    """Make every block of `model` a parking place; yields the blocks, restores their forwards at the end."""
+    blocks = find_blocks(model)
+    own = {path: block.__dict__.get("forward") for path, block in blocks.items()}
+    for path, block in blocks.items():
+        block.forward = _parking_place(path, block.forward)
+    try:
+        yield blocks
+    finally:
+        for path, block in blocks.items():
+            del block.forward
+            if own[path] is not None:
+                block.forward = own[path]
+
+
+def _parking_place(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def park(*args: Any, **kwargs: Any) -> Any:
+        current = getcurrent()
+        if isinstance(current, _ModelRun):
+            return current.parent.switch(Call(path, args, kwargs))
+        return forward(*args, **kwargs)
+
+    return park
+
+
+class _ModelRun(greenlet):
+    """The greenlet of a parked forward; a block called outside one runs as usual."""
+
+
+class ParkedForward:
+    """One forward of a model with parking places over one batch.
+
+    Attributes:
+        call: the block call it waits at, None once it has run to its end.
+        result: the model's output once it has run to its end.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        self.call: Call | None = None
+        self.result: Any = None
+        self._run = _ModelRun(lambda: model(**inputs))
+
+    def start(self) -> None:
+        """Run up to the first block."""
+        self._settle(self._run.switch())
+
+    def resume(self, output: Any) -> None:
+        """Go on with the output of the block it is parked at, up to the next block or the end."""
+        self.call = None
+        self._settle(self._run.switch(output))
+
+    def stop(self) -> None:
+        """Give the forward up, wherever it is."""
+        self.call = None
+        if not self._run.dead:
+            self._run.throw(GreenletExit)
+
+    def _settle(self, handed: Any) -> None:
+        if self._run.dead:
+            self.result = handed
+        else:
+            self.call = handed
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """A batch as the model's forward takes it, and which of its tokens count.
+
+    Attributes:
+        inputs: keyword arguments of the forward.
+        tokens: mask (batch, tokens) of the input tokens, None where all count.
+        decoder_tokens: the same for the decoder's tokens.
+    """
+
+    inputs: dict[str, Any]
+    tokens: Tensor | None
+    decoder_tokens: Tensor | None
+
+
+def forward_inputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> ForwardInputs:
+    """Turn a batch (input_ids, attention_mask, pixel_values, labels, ...) into a forward's arguments.
+
+    Labels become decoder inputs (teacher forcing) for encoder-decoders and are left out otherwise: no loss is
+    computed. Padding is what `attention_mask`, `decoder_attention_mask` and labels of -100 say.
+
+    Raises:
+        DataError: the batch holds something the model's forward doesn't take.
+    """
+    inputs: dict[str, Any] = dict(batch)
+    accepted = inspect.signature(model.forward).parameters
+    labels = inputs.pop("labels", None)
+    decoder_tokens = inputs.get("decoder_attention_mask")
+    if model.config.is_encoder_decoder and labels is not None:
+        if decoder_tokens is None:
+            decoder_tokens = labels.ne(-100)
+        if "decoder_input_ids" not in inputs:
+            inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
+    if "token_type_ids" not in accepted:
+        inputs.pop("token_type_ids", None)
+    foreign = sorted(set(inputs) - set(accepted))
+    if foreign:
+        raise DataError(
+            f"{type(model).__name__}.forward doesn't take {', '.join(foreign)}; it takes {', '.join(accepted)}. "
+            "Give batches with the model's own inputs."
+        )
+    if "use_cache" in accepted:
+        inputs["use_cache"] = False
+    return ForwardInputs(inputs, inputs.get("attention_mask"), decoder_tokens)
+
+
+@dataclass(frozen=True)
+class BlockRun:
+    """One run of a block: its output, and each module's inputs in the order of its calls."""
+
+    output: Any
+    module_inputs: dict[str, list[Tensor]]
+
+
+def run_block(block: nn.Module, call: Call) -> Any:
+    """The block's output for a call."""
+    return block(*call.args, **call.kwargs)
+
+
+def run_block_watched(block: nn.Module, call: Call, names: list[str]) -> BlockRun:
+    """The block's output for a call, and the input of each of the named modules."""
+    seen: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen[name].append(args[0] if args else next(iter(kwargs.values())))
+
+        return hook
+
+    handles = [
+        block.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True) for name in names
+    ]
+    try:
+        return BlockRun(run_block(block, call), seen)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def next_block(forwards: Mapping[str, list[ParkedForward]]) -> str | None:
+    """The block at which all forwards of all tasks are parked; None once all have ended.
+
+    Raises:
+        DataError: tasks go different ways through the model, so that a block has no complete set of inputs.
+    """
+    places = {task: {run.call.path if run.call else None for run in runs} for task, runs in forwards.items()}
+    if len(set().union(*places.values())) > 1:
+        ways = "; ".join(f"{task}: {sorted(map(str, paths))}" for task, paths in places.items())
+        raise DataError(
+            f"the tasks' batches reach different blocks of the model at the same time ({ways}); give every "
+            "task and batch the same kinds of inputs."
+        )
+    return next(iter(next(iter(places.values()))))
+
+
+def refuse_second_visit(path: str, visited: set[str]) -> None:
+    """Blocks that a forward enters twice share their weights between depths: there is no one update for them.
+
+    Raises:
+        CheckpointError: the block has been visited.
+    """
+    if path in visited:
+        raise CheckpointError(
+            f"block {path} runs more than once in a forward (weights shared between layers, as in ALBERT); "
+            "such models can't be calibrated block by block."
+        )

@@ -1,0 +1,181 @@
+"""Closed-form updates: moments in, calibrated parameters out (method of arXiv 2605.13030).
+
+Everything is a sum over tasks, so each solver is a running system: add one task's moments at a time, then
+solve once. Each solves for the step from the anchor, which is exactly zero when nothing needs to move.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from featcal_hf.errors import SolveError
+from featcal_hf.moments import InputMoments, NormMoments
+
+EPSILON = 1e-8
+ADAPTIVE_RIDGE = 0.1
+ADAPTIVE_NORM_RIDGE = 0.01
+
+
+def anchor(merged: Tensor, base: Tensor | None, rho: float) -> Tensor:
+    """A = ρ W^merge + (1-ρ) W^base in float32 (eq. 16), written so that W^merge = W^base gives exactly itself."""
+    start = merged.float()
+    if base is None:
+        return start
+    return start + (rho - 1.0) * (start - base.to(start.device).float())
+
+
+def task_weight(gram: Tensor, scale: str) -> float:
+    """ω_i: 1 / ‖G_i‖_F for scale 'frobenius' (the paper's), d_in / tr G_i for 'trace' (mean eigenvalue 1)."""
+    if scale == "frobenius":
+        return 1.0 / max(float(torch.linalg.vector_norm(gram)), EPSILON)
+    return len(gram) / max(float(gram.trace()), EPSILON)
+
+
+class InputSystem:
+    """The ridge regressions of all linear modules that read one input.
+
+    They share Σ ω_i G_i; each module has its own right-hand side. With anchor A and expert weight W_i
+
+        W* = A + (Σ ω_i [(W_i - A) G_i + α W_i D_i]) (Σ ω_i G_i + (λ+ε) I)⁻¹                       (eq. 17)
+        b* = b_A + Σ ω_i [(W_i - A) μ_i + α W_i δ̄_i + b_i - b_A] / (Σ ω_i + λ) - (W* - A) Σ ω_i μ_i / (Σ ω_i + λ)
+
+    Args:
+        lambda_: λ; None for the adaptive ridge 0.1 · d_in / n, n = weighted tokens per task.
+        alpha: α, the target blend.
+        scale: 'frobenius' or 'trace', see `task_weight`.
+    """
+
+    def __init__(self, width: int, lambda_: float | None, alpha: float, scale: str, device: torch.device) -> None:
+        self.width, self.alpha, self.scale = width, alpha, scale
+        self._lambda = lambda_
+        self._tokens: list[float] = []
+        self._gram = torch.zeros(width, width, device=device)
+        self._mean = torch.zeros(width, device=device)
+        self._task_weights = 0.0
+        self._residuals: dict[str, Tensor] = {}
+        self._bias_residuals: dict[str, Tensor] = {}
+
+    @property
+    def lambda_(self) -> float:
+        """The ridge λ in force."""
+        if self._lambda is not None:
+            return self._lambda
+        return ADAPTIVE_RIDGE * self.width * len(self._tokens) / sum(self._tokens)
+
+    @property
+    def tokens(self) -> float:
+        """Weighted tokens of all tasks."""
+        return sum(self._tokens)
+
+    def add_task(self, moments: InputMoments) -> float:
+        """Add a task's averaged Gram; returns its weight ω_i."""
+        omega = task_weight(moments.gram, self.scale)
+        self._tokens.append(moments.tokens)
+        self._gram.add_(moments.gram, alpha=omega)
+        self._mean.add_(moments.mean, alpha=omega)
+        self._task_weights += omega
+        return omega
+
+    def add_module(
+        self,
+        name: str,
+        omega: float,
+        moments: InputMoments,
+        expert: Tensor,
+        anchor: Tensor,
+        expert_bias: Tensor | None,
+        anchor_bias: Tensor | None,
+    ) -> None:
+        """Add one module's right-hand side for the task; weights (d_out, d_in), biases (d_out,) or None."""
+        expert = expert.to(self._gram.device).float()
+        gap = expert - anchor
+        residual = gap @ moments.gram
+        residual.add_(moments.moved(name, expert), alpha=self.alpha)
+        _accumulate(self._residuals, name, residual, omega)
+        if expert_bias is not None and anchor_bias is not None:
+            bias_residual = gap @ moments.mean + self.alpha * (expert @ moments.shift)
+            bias_residual += expert_bias.to(anchor_bias.device).float() - anchor_bias
+            _accumulate(self._bias_residuals, name, bias_residual, omega)
+
+    def factor(self, where: str) -> None:
+        """Cholesky factor of Σ ω_i G_i + (λ+ε) I, in place; float64 where float32 is not enough."""
+        self._gram.diagonal().add_(self.lambda_ + EPSILON)
+        factor, info = torch.linalg.cholesky_ex(self._gram)
+        if int(info) != 0:
+            factor, info = torch.linalg.cholesky_ex(self._gram.cpu().double())
+        if int(info) != 0:
+            raise SolveError(
+                f"{where}: the regularised Gram ({self.width} x {self.width}, lambda {self.lambda_:.3g}, "
+                f"{self.tokens:.0f} tokens) is not positive definite, even in float64; raise featcal.lambda or "
+                "give the tasks more samples."
+            )
+        self._gram = factor
+
+    def solve(self, name: str, anchor: Tensor, anchor_bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(W*, b*) of one module in float32, after `factor`. Frees its right-hand side."""
+        residual = self._residuals.pop(name)
+        factor = self._gram
+        step = torch.cholesky_solve(residual.T.to(factor.device, factor.dtype), factor).T
+        step = step.to(residual.device, torch.float32)
+        if anchor_bias is None:
+            return anchor + step, None
+        bias_step = (self._bias_residuals.pop(name) - step @ self._mean) / (self._task_weights + self.lambda_)
+        return anchor + step, anchor_bias + bias_step
+
+
+class NormSystem:
+    """The per-channel ridge regression of one norm's affine γ, β (β is None for RMSNorm).
+
+    With m_i = mean(z), q_i = mean(z²) per channel, N tasks and anchors γ_A, β_A, the step from the anchor solves
+
+        [[Σ q_i + λ, Σ m_i], [Σ m_i, N + λ]] [Δγ Δβ]ᵀ = [Σ (q_i dγ_i + m_i dβ_i), Σ (m_i dγ_i + dβ_i)],
+
+    dγ_i = γ_i - γ_A, dβ_i = β_i - β_A; without β it is Δγ = Σ q_i dγ_i / (Σ q_i + λ).
+    """
+
+    def __init__(self, gamma: Tensor, beta: Tensor | None, lambda_: float | None) -> None:
+        self.lambda_ = ADAPTIVE_NORM_RIDGE if lambda_ is None else lambda_
+        self._gamma, self._beta = gamma, beta
+        self._tasks = 0
+        self._square, self._mean = torch.zeros_like(gamma), torch.zeros_like(gamma)
+        self._gamma_side, self._beta_side = torch.zeros_like(gamma), torch.zeros_like(gamma)
+
+    def add_task(self, moments: NormMoments, gamma: Tensor, beta: Tensor | None) -> None:
+        """Add a task's moments with its expert's γ_i, β_i."""
+        gamma_gap = gamma.to(self._gamma.device).float() - self._gamma
+        self._tasks += 1
+        self._square += moments.square
+        self._gamma_side += moments.square * gamma_gap
+        if beta is not None and self._beta is not None:
+            beta_gap = beta.to(self._beta.device).float() - self._beta
+            self._mean += moments.mean
+            self._gamma_side += moments.mean * beta_gap
+            self._beta_side += moments.mean * gamma_gap + beta_gap
+
+    def solve(self) -> tuple[Tensor, Tensor | None]:
+        """(γ*, β*) in float32."""
+        a = self._square + self.lambda_
+        if self._beta is None:
+            return self._gamma + self._gamma_side / a, None
+        c = self._tasks + self.lambda_
+        determinant = a * c - self._mean**2
+        gamma_step = (c * self._gamma_side - self._mean * self._beta_side) / determinant
+        beta_step = (a * self._beta_side - self._mean * self._gamma_side) / determinant
+        return self._gamma + gamma_step, self._beta + beta_step
+
+
+def relative_step(new: Tensor, old: Tensor) -> float:
+    """‖new - old‖ / ‖old‖, the size of an update; 0 where both are zero."""
+    moved = float(torch.linalg.vector_norm(new.float() - old.float()))
+    size = float(torch.linalg.vector_norm(old.float()))
+    return moved / size if size else (math.inf if moved else 0.0)
+
+
+def _accumulate(sums: dict[str, Tensor], name: str, value: Tensor, factor: float) -> None:
+    if name in sums:
+        sums[name].add_(value, alpha=factor)
+    else:
+        sums[name] = value.mul_(factor)

@@ -1,0 +1,359 @@
+"""One block's running systems: from what its modules were seen to read to their calibrated parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from featcal_hf.errors import CheckpointError, DataError, SolveError
+from featcal_hf.forward import BlockRun, Call
+from featcal_hf.modules import (
+    Norm,
+    bias_of,
+    linear_names,
+    linear_weight,
+    norms_of,
+    reads_keys_or_values,
+    stored_weight,
+)
+from featcal_hf.moments import InputMoments, NormMoments
+from featcal_hf.recipe import Settings
+from featcal_hf.solve import InputSystem, NormSystem, anchor, relative_step
+from featcal_hf.tokens import counted, token_weights
+
+
+@dataclass(frozen=True)
+class InputGroup:
+    """Linear modules that read the same tensor with the same token weights: they share a Gram.
+
+    Attributes:
+        names: paths of the modules in the block.
+        width: d_in.
+        reads_encoder: the tensor was passed to the block beside its hidden states (cross-attention).
+        first_token_read: all tokens but the first hardly count.
+    """
+
+    names: tuple[str, ...]
+    width: int
+    reads_encoder: bool
+    first_token_read: bool
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What is calibrated in a block, found by running it once.
+
+    Attributes:
+        groups: the linear modules by what they read.
+        norms: the norms.
+        kept: parameters that keep their merged values, with the reason.
+        first_token_read: the model reads the first of the block's tokens only.
+    """
+
+    groups: tuple[InputGroup, ...]
+    norms: tuple[Norm, ...]
+    kept: dict[str, str]
+    first_token_read: bool
+
+    @property
+    def watched(self) -> list[str]:
+        """Paths of all modules whose inputs are needed."""
+        return [name for group in self.groups for name in group.names] + [norm.name for norm in self.norms]
+
+
+def plan_block(
+    block: nn.Module, run: BlockRun, call: Call, settings: Settings, pooled: bool, fixed: dict[str, str]
+) -> BlockPlan:
+    """Group a block's modules by the tensors that they were seen to read in `run`.
+
+    Modules given the same tensor object share a Gram; one whose input is a tensor that was passed to the block beside
+    its hidden states reads the encoder.
+
+    Args:
+        pooled: the model reads the first of the block's tokens only.
+        fixed: parameters that can't be replaced, with the reason.
+    """
+    kept = dict(fixed)
+    others = call.other_tensors
+    members: dict[tuple[int, bool], list[str]] = {}
+    inputs: dict[tuple[int, bool], Tensor] = {}
+    for name in linear_names(block):
+        calls = run.module_inputs[name]
+        if f"{name}.weight" in fixed:
+            continue
+        if len(calls) != 1:
+            kept[f"{name}.weight"] = _calls_reason(len(calls))
+            continue
+        key = (id(calls[0]), pooled and not reads_keys_or_values(name))
+        members.setdefault(key, []).append(name)
+        inputs[key] = calls[0]
+    groups = tuple(
+        InputGroup(
+            tuple(names),
+            inputs[key].shape[-1],
+            any(inputs[key] is other for other in others),
+            key[1],
+        )
+        for key, names in members.items()
+    )
+    norms = []
+    for norm in norms_of(block):
+        calls = run.module_inputs[norm.name]
+        if f"{norm.name}.weight" in fixed:
+            continue
+        if not settings.norm:
+            kept[f"{norm.name}.weight"] = "norm: false"
+        elif len(calls) != 1:
+            kept[f"{norm.name}.weight"] = _calls_reason(len(calls))
+        else:
+            norms.append(norm)
+    calibrated = {f"{name}.weight" for names in members.values() for name in names}
+    calibrated |= {f"{norm.name}.{part}" for norm in norms for part in ("weight", "bias")}
+    if settings.bias:
+        calibrated |= {f"{name}.bias" for names in members.values() for name in names}
+    linear_biases = {f"{name}.bias" for name in linear_names(block)}
+    for name, _ in block.named_parameters():
+        if name not in calibrated and name not in kept:
+            kept[name] = "bias: false" if name in linear_biases else "no closed-form update"
+    return BlockPlan(groups, tuple(norms), kept, pooled)
+
+
+def watched_names(block: nn.Module) -> list[str]:
+    """Every module of a block that may have an update."""
+    return linear_names(block) + [norm.name for norm in norms_of(block)]
+
+
+class TaskMoments:
+    """One task's moments of all inputs of a block."""
+
+    def __init__(self, plan: BlockPlan, expert: nn.Module, device: torch.device) -> None:
+        self.plan = plan
+        self.groups = {
+            group: InputMoments(group.width, _narrow_weights(group, expert), device) for group in plan.groups
+        }
+        self.norms: dict[Norm, NormMoments] = {}
+
+    def add(
+        self,
+        student: BlockRun,
+        expert: BlockRun,
+        merged: nn.Module,
+        tokens: Tensor | None,
+        encoder_tokens: Tensor | None,
+    ) -> None:
+        """Add one batch: the same batch run through the student's and the expert's block.
+
+        Args:
+            merged: the student's block, for its norms.
+            tokens: mask (batch, tokens) of the block's own tokens, None where all count.
+            encoder_tokens: the same for the encoder tokens that cross-attention reads.
+        """
+        for group, moments in self.groups.items():
+            features = _single(student, group.names)
+            target = _single(expert, group.names)
+            if features.shape != target.shape:
+                raise DataError(
+                    f"module {group.names[0]} reads {tuple(features.shape)} in the merged model but "
+                    f"{tuple(target.shape)} in the expert; give both the same tokens and width."
+                )
+            weights = self._weights(features, group.reads_encoder, group.first_token_read, tokens, encoder_tokens)
+            rows, row_weights = counted(features, weights)
+            moments.add(rows, counted(target, weights)[0], row_weights)
+        for norm in self.plan.norms:
+            features = _single(student, (norm.name,))
+            weights = self._weights(features, False, self.plan.first_token_read, tokens, encoder_tokens)
+            rows, row_weights = counted(norm.normalise(merged, features), weights)
+            if norm not in self.norms:
+                self.norms[norm] = NormMoments(rows.shape[-1], rows.device)
+            self.norms[norm].add(rows, row_weights)
+
+    def average(self, where: str) -> None:
+        """Divide by the tokens seen.
+
+        Raises:
+            DataError: nothing was seen, or what was seen isn't finite.
+        """
+        for names, moments in self._named():
+            if moments.tokens == 0:
+                raise DataError(f"{where}.{names}: no token reaches this module; give the task longer samples.")
+            moments.average()
+            if not moments.is_finite():
+                raise SolveError(
+                    f"{where}.{names}: its input features are not finite (NaN or overflow in a forward); check "
+                    "the expert and the merged model with a plain forward in float32."
+                )
+
+    def _named(self) -> Iterator[tuple[str, InputMoments | NormMoments]]:
+        for group, moments in self.groups.items():
+            yield "/".join(group.names), moments
+        for norm, norm_moments in self.norms.items():
+            yield norm.name, norm_moments
+
+    @staticmethod
+    def _weights(
+        features: Tensor,
+        reads_encoder: bool,
+        first_token_read: bool,
+        tokens: Tensor | None,
+        encoder_tokens: Tensor | None,
+    ) -> Tensor | None:
+        mask = encoder_tokens if reads_encoder else tokens
+        if mask is None and not first_token_read:
+            return None
+        reference = features if mask is None else features.new_empty((*mask.shape, 1))
+        return token_weights(reference, mask, first_token_read)
+
+
+@dataclass
+class ModuleUpdate:
+    """What happened to one module.
+
+    Attributes:
+        name: path in the block.
+        step: ‖new - merged‖ / ‖merged‖ of its weight.
+        lambda_: the ridge used.
+        tokens: weighted tokens seen, all tasks together.
+    """
+
+    name: str
+    step: float
+    lambda_: float
+    tokens: float
+
+
+@dataclass
+class BlockUpdate:
+    """New parameters of a block, by their name in it, and what happened to each module."""
+
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    modules: list[ModuleUpdate] = field(default_factory=list)
+
+
+class BlockSystems:
+    """The running systems of all modules of one block; tasks are added one at a time."""
+
+    def __init__(
+        self, path: str, plan: BlockPlan, merged: nn.Module, base: nn.Module | None, settings: Settings
+    ) -> None:
+        self.path, self.plan, self.merged, self.base, self.settings = path, plan, merged, base, settings
+        self._device = next(merged.parameters()).device
+        self._inputs: dict[InputGroup, InputSystem] = {}
+        self._norms = {
+            norm: NormSystem(*self._norm_anchor(norm), settings.lambda_) for norm in plan.norms
+        }
+
+    def add_task(self, moments: TaskMoments, expert: nn.Module) -> None:
+        """Add a task's averaged moments, freeing each as it is used."""
+        for group in self.plan.groups:
+            group_moments = moments.groups.pop(group)
+            if group not in self._inputs:
+                self._inputs[group] = InputSystem(
+                    group.width,
+                    self.settings.lambda_,
+                    self.settings.alpha,
+                    str(self.settings.scale),
+                    self._device,
+                )
+            omega = self._inputs[group].add_task(group_moments)
+            for name in group.names:
+                self._inputs[group].add_module(
+                    name,
+                    omega,
+                    group_moments,
+                    linear_weight(expert.get_submodule(name)),
+                    self._anchor(name),
+                    bias_of(expert.get_submodule(name)) if self.settings.bias else None,
+                    self._bias_anchor(name),
+                )
+        for norm, norm_moments in moments.norms.items():
+            self._norms[norm].add_task(
+                norm_moments, norm.gamma(expert), bias_of(expert.get_submodule(norm.name))
+            )
+
+    def solve(self) -> BlockUpdate:
+        """Solve every module; the systems are freed one after another.
+
+        Raises:
+            SolveError: a system has no finite solution; names the module.
+        """
+        update = BlockUpdate()
+        for group in self.plan.groups:
+            system = self._inputs.pop(group)
+            where = f"{self.path}.{'/'.join(group.names)}"
+            lambda_ = system.lambda_
+            system.factor(where)
+            for name in group.names:
+                module = self.merged.get_submodule(name)
+                weight, bias = system.solve(name, self._anchor(name), self._bias_anchor(name))
+                old = linear_weight(module)
+                update.modules.append(
+                    ModuleUpdate(name, relative_step(weight, old), lambda_, system.tokens)
+                )
+                self._put(update, f"{name}.weight", stored_weight(module, weight))
+                if bias is not None:
+                    self._put(update, f"{name}.bias", bias.to(_dtype(module, "bias")))
+        for norm, norm_system in self._norms.items():
+            module = self.merged.get_submodule(norm.name)
+            gamma, beta = norm_system.solve()
+            old = norm.gamma(self.merged)
+            update.modules.append(
+                ModuleUpdate(norm.name, relative_step(gamma, old), norm_system.lambda_, 0.0)
+            )
+            self._put(update, f"{norm.name}.weight", (gamma - norm.offset).to(_dtype(module, "weight")))
+            if beta is not None:
+                self._put(update, f"{norm.name}.bias", beta.to(_dtype(module, "bias")))
+        return update
+
+    def _anchor(self, name: str) -> Tensor:
+        base = None if self.base is None else linear_weight(self.base.get_submodule(name))
+        return anchor(linear_weight(self.merged.get_submodule(name)), base, float(self.settings.rho or 0.0))
+
+    def _bias_anchor(self, name: str) -> Tensor | None:
+        merged = bias_of(self.merged.get_submodule(name))
+        if merged is None or not self.settings.bias:
+            return None
+        base = None if self.base is None else bias_of(self.base.get_submodule(name))
+        return anchor(merged, base, float(self.settings.rho or 0.0))
+
+    def _norm_anchor(self, norm: Norm) -> tuple[Tensor, Tensor | None]:
+        rho = float(self.settings.rho or 0.0)
+        merged_beta = bias_of(self.merged.get_submodule(norm.name))
+        if self.base is None:
+            return norm.gamma(self.merged), anchor(merged_beta, None, rho) if merged_beta is not None else None
+        base_beta = bias_of(self.base.get_submodule(norm.name))
+        gamma = anchor(norm.gamma(self.merged), norm.gamma(self.base), rho)
+        return gamma, anchor(merged_beta, base_beta, rho) if merged_beta is not None else None
+
+    def _put(self, update: BlockUpdate, name: str, value: Tensor) -> None:
+        if not bool(value.float().sum().isfinite()):
+            raise SolveError(
+                f"{self.path}.{name}: the solution is not finite in {value.dtype}; nothing was written. Raise "
+                "featcal.lambda, or lower featcal.rho towards 1."
+            )
+        update.parameters[name] = value
+
+
+def _single(run: BlockRun, names: tuple[str, ...]) -> Tensor:
+    calls = run.module_inputs[names[0]]
+    if len(calls) != 1 or any(run.module_inputs[name][0] is not calls[0] for name in names[1:]):
+        raise CheckpointError(
+            f"modules {'/'.join(names)} don't read the same single tensor in every batch and model; this block "
+            "changes its way with its input and can't be calibrated."
+        )
+    return calls[0]
+
+
+def _narrow_weights(group: InputGroup, expert: nn.Module) -> dict[str, Tensor]:
+    weights = {name: linear_weight(expert.get_submodule(name)) for name in group.names}
+    return weights if sum(len(weight) for weight in weights.values()) < group.width else {}
+
+
+def _calls_reason(calls: int) -> str:
+    return "not reached by the forward" if calls == 0 else f"runs {calls} times in the block"
+
+
+def _dtype(module: nn.Module, name: str) -> torch.dtype:
+    return module.get_parameter(name).dtype
