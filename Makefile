@@ -25,7 +25,7 @@ slow: $(VENV)/.test ## the slow tests
 lint: $(VENV)/.dev ## format, lint and import order, nothing is changed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 types: $(VENV)/.dev ## mypy --strict
 	$(BIN)/mypy
