@@ -3,6 +3,7 @@
 from featcal_hf.errors import CheckpointError, DataError, FeatCalError, RecipeError, SolveError
 from featcal_hf.in_memory import CalibrationReport, calibrate_model
 from featcal_hf.recipe import Settings
+from featcal_hf.run import RunReport, calibrate
 
 __version__ = "0.1.0"
 
@@ -12,8 +13,10 @@ __all__ = [
     "DataError",
     "FeatCalError",
     "RecipeError",
+    "RunReport",
     "Settings",
     "SolveError",
     "__version__",
+    "calibrate",
     "calibrate_model",
 ]

@@ -89,13 +89,33 @@ class BlockReport:
             "modules": [asdict(module) for module in self.modules],
             "kept": self.kept,
             "drift": {
-                task: {"before": asdict(before), "after": asdict(after)}
-                for task, (before, after) in self.drift.items()
+                task: {"before": asdict(before), "after": asdict(after)} for task, (before, after) in self.drift.items()
             },
         }
 
 
-OnStep = Callable[[int, int, str, str], None]
+@dataclass(frozen=True)
+class Step:
+    """One step of a run: a task's pass through a block, or the solve after all tasks.
+
+    Attributes:
+        path: the block.
+        block: how many blocks are done.
+        blocks: of how many.
+        doing: the task's name, or 'solve'.
+        part: how many of the block's steps are done.
+        parts: of how many: one for each task, and the solve.
+    """
+
+    path: str
+    block: int
+    blocks: int
+    doing: str
+    part: int
+    parts: int
+
+
+OnStep = Callable[[Step], None]
 WriteBlock = Callable[[str, dict[str, Tensor]], None]
 
 
@@ -119,8 +139,7 @@ def calibrate_blocks(
         settings: λ, ρ, α and switches, resolved.
         device: where blocks are run and systems solved; everything else stays where it is.
         write: called with each block's path and new parameters.
-        on_step: called with (block number, blocks, path, task name) before each task of a block, and with the task
-            name '' before the solve.
+        on_step: called before each step.
 
     Raises:
         DataError: batches that don't fit the model or each other.
@@ -142,26 +161,24 @@ def calibrate_blocks(
         while (path := next_block({task.name: task.forwards() for task in streams})) is not None:
             refuse_second_visit(path, visited)
             started = time.perf_counter()
-            step = (len(visited), len(paths), path)
+            place = (path, len(visited), len(paths))
             with student.block(path, device) as block, ExitStack() as base_open:
                 base_block = base_open.enter_context(base.block(path, device)) if base else None
                 stream = token_stream(student.module, block)
                 plan: BlockPlan | None = None
                 systems: BlockSystems | None = None
-                for task in streams:
-                    on_step(*step, task.name)
+                for part, task in enumerate(streams):
+                    on_step(Step(*place, task.name, part, len(streams) + 1))
                     with task.expert.block(path, device) as expert_block:
                         if plan is None or systems is None:
-                            plan = _first_look(
-                                block, task, settings, path in pooled, student.fixed(path), device
-                            )
+                            plan = _first_look(block, task, settings, path in pooled, student.fixed(path), device)
                             systems = BlockSystems(path, plan, block, base_block, settings)
                         moments = task.collect(plan, block, expert_block, stream, device)
                         moments.average(f"task {task.name}, {path}")
                         systems.add_task(moments, expert_block)
                 if plan is None or systems is None:
                     raise DataError("there is no task to calibrate on; give at least one.")
-                on_step(*step, "")
+                on_step(Step(*place, "solve", len(streams), len(streams) + 1))
                 update = systems.solve()
                 write(path, update.parameters)
                 _load(block, update)
@@ -169,9 +186,7 @@ def calibrate_blocks(
                     task.pass_through(block, stream, device)
             visited.add(path)
             drift = {task.name: task.drift() for task in streams if task.holdout}
-            reports.append(
-                BlockReport(path, update.modules, plan.kept, drift, time.perf_counter() - started)
-            )
+            reports.append(BlockReport(path, update.modules, plan.kept, drift, time.perf_counter() - started))
             if len(visited) == len(paths):
                 break
             with student.outer():

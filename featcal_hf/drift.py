@@ -44,15 +44,19 @@ class DriftMeter:
         weights = None if mask is None else token_weights(student, mask, False)
         h, target, between = (counted(value, weights)[0].float() for value in (student, expert, local))
         error = (h - target).norm(dim=1)
-        self._sums += torch.stack(
-            [
-                error.sum(),
-                (error / target.norm(dim=1).clamp_min(1e-12)).sum(),
-                (between - target).norm(dim=1).sum(),
-                (h - between).norm(dim=1).sum(),
-                torch.cosine_similarity(h, target, dim=1).sum(),
-            ]
-        ).double().cpu()
+        self._sums += (
+            torch.stack(
+                [
+                    error.sum(),
+                    (error / target.norm(dim=1).clamp_min(1e-12)).sum(),
+                    (between - target).norm(dim=1).sum(),
+                    (h - between).norm(dim=1).sum(),
+                    torch.cosine_similarity(h, target, dim=1).sum(),
+                ]
+            )
+            .double()
+            .cpu()
+        )
         self._tokens += len(h)
 
     def mean(self) -> Drift:

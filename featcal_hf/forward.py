@@ -90,14 +90,14 @@ def parking(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
     blocks = find_blocks(model)
     own = {path: block.__dict__.get("forward") for path, block in blocks.items()}
     for path, block in blocks.items():
-        block.forward = _parking_place(path, block.forward)
+        block.__dict__["forward"] = _parking_place(path, block.forward)
     try:
         yield blocks
     finally:
         for path, block in blocks.items():
-            del block.forward
+            del block.__dict__["forward"]
             if own[path] is not None:
-                block.forward = own[path]
+                block.__dict__["forward"] = own[path]
 
 
 def _parking_place(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,21 +167,19 @@ class ForwardInputs:
 def forward_inputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> ForwardInputs:
     """Turn a batch (input_ids, attention_mask, pixel_values, labels, ...) into a forward's arguments.
 
-    Labels become decoder inputs (teacher forcing) for encoder-decoders and are left out otherwise: no loss is
-    computed. Padding is what `attention_mask`, `decoder_attention_mask` and labels of -100 say.
+    An encoder-decoder makes its decoder inputs from the labels (teacher forcing); other models get none, as no loss
+    is wanted. Padding is what `attention_mask`, `decoder_attention_mask` and labels of -100 say.
 
     Raises:
         DataError: the batch holds something the model's forward doesn't take.
     """
     inputs: dict[str, Any] = dict(batch)
     accepted = inspect.signature(model.forward).parameters
-    labels = inputs.pop("labels", None)
     decoder_tokens = inputs.get("decoder_attention_mask")
-    if model.config.is_encoder_decoder and labels is not None:
-        if decoder_tokens is None:
-            decoder_tokens = labels.ne(-100)
-        if "decoder_input_ids" not in inputs:
-            inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
+    if not model.config.is_encoder_decoder:
+        inputs.pop("labels", None)
+    elif decoder_tokens is None and "labels" in inputs:
+        decoder_tokens = inputs["labels"].ne(-100)
     if "token_type_ids" not in accepted:
         inputs.pop("token_type_ids", None)
     foreign = sorted(set(inputs) - set(accepted))
@@ -218,9 +216,7 @@ def run_block_watched(block: nn.Module, call: Call, names: list[str]) -> BlockRu
 
         return hook
 
-    handles = [
-        block.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True) for name in names
-    ]
+    handles = [block.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True) for name in names]
     try:
         return BlockRun(run_block(block, call), seen)
     finally:

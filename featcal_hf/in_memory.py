@@ -60,7 +60,7 @@ def calibrate_model(
         holdout: task name -> batches on which drift is measured; not used in the solve.
         settings: λ, ρ, α and switches; None for the adaptive ridge.
         device: where blocks are computed; None for where the merged model is.
-        on_step: progress callback, see `calibrate_blocks`.
+        on_step: called before each step, see `Step`.
 
     Returns:
         What was calibrated, and the drift before and after where `holdout` is given.
@@ -105,7 +105,7 @@ def calibrate_model(
             resolved,
             device=torch.device(device) if device is not None else merged.device,
             write=lambda path, parameters: None,
-            on_step=on_step or (lambda *step: None),
+            on_step=on_step or (lambda step: None),
         )
     finally:
         for model, was_training in zip(models, training, strict=True):

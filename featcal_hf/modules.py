@@ -86,7 +86,9 @@ def norms_of(block: nn.Module) -> list[Norm]:
 
 def _affine_offset(module: nn.Module, weight: Tensor) -> float | None:
     generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(1, 2, weight.numel(), generator=generator).to(weight.device)
+    probe = torch.randn(1, 2, weight.numel(), generator=generator)
+    if weight.device.type != "meta":
+        probe = probe.to(weight.device)
     at_zero = _with_affine(module, 0.0, probe)
     at_one = _with_affine(module, 1.0, probe)
     if not at_zero.any() and at_one.any():
@@ -103,7 +105,7 @@ def _takes_one_tensor(module: nn.Module) -> bool:
 
 def _with_affine(module: nn.Module, weight: float, features: Tensor) -> Tensor:
     parameters = {
-        name: torch.full_like(parameter, weight if name == "weight" else 0.0, dtype=torch.float32)
+        name: torch.full(parameter.shape, weight if name == "weight" else 0.0, device=features.device)
         for name, parameter in module.named_parameters()
     }
     output: Tensor = functional_call(module, parameters, (features,))

@@ -39,9 +39,7 @@ class InputMoments:
         self.mean = torch.zeros(width, device=device)
         self.shift = torch.zeros(width, device=device)
         self.cross = None if narrow else torch.zeros(width, width, device=device)
-        self.narrow_cross = {
-            name: torch.zeros(weight.shape, device=device) for name, weight in self.narrow.items()
-        }
+        self.narrow_cross = {name: torch.zeros(weight.shape, device=device) for name, weight in self.narrow.items()}
 
     def add(self, student: Tensor, expert: Tensor, weights: Tensor | None) -> None:
         """Add a batch: features (tokens, d_in) of the tokens that count, and their weights (tokens,)."""

@@ -81,9 +81,7 @@ class StreamedModel:
         self.block_names = _real_paths(self.module, self.blocks)
         self._empty = _all_parameters(self.module)
         self.sources, self.converted = self._match()
-        self._by_block = {
-            path: self._within(f"{real}.") for path, real in self.block_names.items()
-        }
+        self._by_block = {path: self._within(f"{real}.") for path, real in self.block_names.items()}
         in_blocks = {name for names in self._by_block.values() for name in names}
         self._outer_names = [name for name in self.sources if name not in in_blocks]
 
@@ -193,9 +191,8 @@ class StreamedModel:
             if bar:
                 transformers_logging.enable_progress_bar()
         if info.conversion_errors or info.mismatched_keys:
-            raise CheckpointError(
-                f"{self.checkpoint.folder}: transformers could not load {info.conversion_errors or info.mismatched_keys}"
-            )
+            problem = info.conversion_errors or info.mismatched_keys
+            raise CheckpointError(f"{self.checkpoint.folder}: transformers could not load {problem}")
 
     def _unload(self, prefix: str) -> None:
         in_blocks = tuple(f"{real}." for real in self.block_names.values())

@@ -241,9 +241,7 @@ class BlockSystems:
         self.path, self.plan, self.merged, self.base, self.settings = path, plan, merged, base, settings
         self._device = next(merged.parameters()).device
         self._inputs: dict[InputGroup, InputSystem] = {}
-        self._norms = {
-            norm: NormSystem(*self._norm_anchor(norm), settings.lambda_) for norm in plan.norms
-        }
+        self._norms = {norm: NormSystem(*self._norm_anchor(norm), settings.lambda_) for norm in plan.norms}
 
     def add_task(self, moments: TaskMoments, expert: nn.Module) -> None:
         """Add a task's averaged moments, freeing each as it is used."""
@@ -269,9 +267,7 @@ class BlockSystems:
                     self._bias_anchor(name),
                 )
         for norm, norm_moments in moments.norms.items():
-            self._norms[norm].add_task(
-                norm_moments, norm.gamma(expert), bias_of(expert.get_submodule(norm.name))
-            )
+            self._norms[norm].add_task(norm_moments, norm.gamma(expert), bias_of(expert.get_submodule(norm.name)))
 
     def solve(self) -> BlockUpdate:
         """Solve every module; the systems are freed one after another.
@@ -289,9 +285,7 @@ class BlockSystems:
                 module = self.merged.get_submodule(name)
                 weight, bias = system.solve(name, self._anchor(name), self._bias_anchor(name))
                 old = linear_weight(module)
-                update.modules.append(
-                    ModuleUpdate(name, relative_step(weight, old), lambda_, system.tokens)
-                )
+                update.modules.append(ModuleUpdate(name, relative_step(weight, old), lambda_, system.tokens))
                 self._put(update, f"{name}.weight", stored_weight(module, weight))
                 if bias is not None:
                     self._put(update, f"{name}.bias", bias.to(_dtype(module, "bias")))
@@ -299,9 +293,7 @@ class BlockSystems:
             module = self.merged.get_submodule(norm.name)
             gamma, beta = norm_system.solve()
             old = norm.gamma(self.merged)
-            update.modules.append(
-                ModuleUpdate(norm.name, relative_step(gamma, old), norm_system.lambda_, 0.0)
-            )
+            update.modules.append(ModuleUpdate(norm.name, relative_step(gamma, old), norm_system.lambda_, 0.0))
             self._put(update, f"{norm.name}.weight", (gamma - norm.offset).to(_dtype(module, "weight")))
             if beta is not None:
                 self._put(update, f"{norm.name}.bias", beta.to(_dtype(module, "bias")))

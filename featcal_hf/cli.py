@@ -1,0 +1,190 @@
+"""The command line: flags to one public function each."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import datasets
+import torch
+from rich.console import Console
+
+from featcal_hf import __version__
+from featcal_hf.errors import FeatCalError, RecipeError
+from featcal_hf.progress import step_progress
+from featcal_hf.run import Prepared, calibrate, plan_of, prepare
+from featcal_hf.summary import show_plan, show_result
+
+BAD_RECIPE, FAILED, INTERRUPTED = 2, 1, 130
+
+
+class DefaultToCalibrate(click.Group):
+    """`featcal-hf RECIPE MODEL_DIR` is `featcal-hf calibrate RECIPE MODEL_DIR`, so that it reads like mergekit's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Insert the command where the first argument is none."""
+        own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
+        if args and args[0] not in self.commands and args[0] not in own:
+            args = ["calibrate", *args]
+        return super().parse_args(ctx, args)
+
+
+def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    options = [
+        click.argument("recipe", type=click.Path(path_type=Path)),
+        click.argument("model_dir", type=click.Path(path_type=Path)),
+        click.option("--output", type=click.Path(path_type=Path), help="Write the result to a new folder."),
+        click.option("--transformers-cache", "cache_dir", help="Override storage path for downloaded models."),
+        click.option(
+            "--trust-remote-code/--no-trust-remote-code",
+            default=False,
+            help="Trust remote code from huggingface repos (danger).",
+        ),
+        click.option("--random-seed", type=int, help="Seed for choosing rows; replaces the recipe's."),
+        click.option("-v", "verbosity", count=True, help="Verbose logging (repeat for more verbosity)."),
+        click.option("--quiet", is_flag=True, help="Suppress progress and other non-essential output."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.group(cls=DefaultToCalibrate, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="featcal-hf")
+def cli() -> None:
+    """Repair a merged model: calibrate its features towards its experts', block by block, in closed form.
+
+    Run `mergekit-yaml recipe.yml ./merged` first, then `featcal-hf recipe.yml ./merged`.
+    """
+
+
+@cli.command("calibrate")
+@_model_options
+@click.option("--device", default=None, help="Compute on this device: cpu, cuda, cuda:1, mps, xpu, auto.")
+@click.option("--cuda/--no-cuda", default=False, help="Compute on the GPU; same as --device cuda.")
+@click.option("--num-threads", "-j", type=int, help="Number of threads to use for parallel CPU operations.")
+def calibrate_command(
+    recipe: Path,
+    model_dir: Path,
+    output: Path | None,
+    cache_dir: str | None,
+    trust_remote_code: bool,
+    random_seed: int | None,
+    verbosity: int,
+    quiet: bool,
+    device: str | None,
+    cuda: bool,
+    num_threads: int | None,
+) -> None:
+    """Calibrate the merged model in MODEL_DIR towards the experts of RECIPE, in place or into --output."""
+    console = _console(verbosity)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    place = _device(device, cuda)
+
+    def show(prepared: Prepared) -> None:
+        if not quiet:
+            show_plan(console, prepared, plan_of(prepared))
+
+    with step_progress(console, quiet) as on_step:
+        report = calibrate(
+            recipe,
+            model_dir,
+            output,
+            device=place,
+            cache_dir=cache_dir,
+            trust_remote_code=trust_remote_code,
+            random_seed=random_seed,
+            on_stage=_stages(console, quiet),
+            on_prepared=show,
+            on_step=on_step,
+        )
+    if not quiet:
+        show_result(console, report)
+        console.print(f"Wrote {output or model_dir}", highlight=False)
+
+
+@cli.command("check")
+@_model_options
+def check_command(
+    recipe: Path,
+    model_dir: Path,
+    output: Path | None,
+    cache_dir: str | None,
+    trust_remote_code: bool,
+    random_seed: int | None,
+    verbosity: int,
+    quiet: bool,
+) -> None:
+    """Find every error that can be found without running, and show what a run would do and take."""
+    console = _console(verbosity)
+    prepared = prepare(
+        recipe,
+        model_dir,
+        output,
+        cache_dir=cache_dir,
+        trust_remote_code=trust_remote_code,
+        random_seed=random_seed,
+        on_stage=_stages(console, quiet),
+    )
+    show_plan(console, prepared, plan_of(prepared))
+
+
+@cli.command("demo")
+@click.option("--work-dir", type=click.Path(path_type=Path), help="Keep the demonstration's models here.")
+def demo_command(work_dir: Path | None) -> None:
+    """Train, merge and calibrate small real models, offline, and show what calibration recovers."""
+    from featcal_hf.demo import demo
+
+    demo(work_dir)
+
+
+def main() -> None:
+    """Run the command; errors that a user can mend are one message and an exit code."""
+    try:
+        cli.main(standalone_mode=False)
+    except RecipeError as error:
+        _fail(str(error), BAD_RECIPE)
+    except FeatCalError as error:
+        _fail(str(error), FAILED)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        _fail("interrupted; the merged model is as it was.", INTERRUPTED)
+
+
+def _fail(message: str, code: int) -> None:
+    Console(stderr=True).print(f"error: {message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(code)
+
+
+def _console(verbosity: int) -> Console:
+    levels = {0: logging.WARNING, 1: logging.INFO}
+    logging.basicConfig(level=levels.get(verbosity, logging.DEBUG))
+    datasets.disable_progress_bars()
+    return Console()
+
+
+def _stages(console: Console, quiet: bool) -> Callable[[str], None]:
+    def show(stage: str) -> None:
+        if not quiet:
+            console.print(f"{stage} ...", highlight=False)
+
+    return show
+
+
+def _device(device: str | None, cuda: bool) -> str:
+    chosen = device or ("cuda" if cuda else "cpu")
+    if chosen == "auto":
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return accelerator.type if accelerator is not None else "cpu"
+    try:
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise click.BadParameter(f"{chosen} can't be used here: {error}", param_hint="--device") from error
+    return chosen

@@ -1,0 +1,123 @@
+"""Open the models of a recipe and compare their tensor tables, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergekit.common import ModelReference
+from transformers import PreTrainedModel
+
+from featcal_hf.checkpoint import open_checkpoint, resolve
+from featcal_hf.errors import CheckpointError, RecipeError
+from featcal_hf.recipe import Recipe
+from featcal_hf.streamed import StreamedModel, model_class, read_config
+
+
+@dataclass(frozen=True)
+class Models:
+    """The checkpoints of a run, opened and compared; nothing of them is loaded.
+
+    Attributes:
+        student: the merged model.
+        base: the anchor's base, None without one.
+        experts: reference -> model.
+    """
+
+    student: StreamedModel
+    base: StreamedModel | None
+    experts: dict[ModelReference, StreamedModel]
+
+    def all(self) -> dict[str, StreamedModel]:
+        """Every model by a label for messages."""
+        models = {"merged model": self.student}
+        if self.base is not None:
+            models["base model"] = self.base
+        return models | {f"expert {reference}": model for reference, model in self.experts.items()}
+
+
+def open_models(recipe: Recipe, folder: Path, cache_dir: str | None = None, trust_remote_code: bool = False) -> Models:
+    """Open the merged, base and expert checkpoints of a recipe and compare their tensor tables.
+
+    Raises:
+        CheckpointError: one can't be opened, is incomplete, or doesn't fit the merged model.
+    """
+    config = read_config(folder, trust_remote_code)
+    cls = model_class(config, folder)
+    student = StreamedModel(open_checkpoint(folder), cls, config)
+    _check_complete(student, "merged model")
+    if recipe.depth is not None and len(student.blocks) != recipe.depth:
+        raise RecipeError(
+            f"{recipe.path}: the recipe's slices make {recipe.depth} blocks, but {folder} has {len(student.blocks)}; "
+            "a partial layer_range leaves blocks without a counterpart, merge whole models to calibrate."
+        )
+    opened: dict[ModelReference, StreamedModel] = {}
+
+    def open_other(reference: ModelReference, label: str) -> StreamedModel:
+        if reference not in opened:
+            opened[reference] = _open_reference(reference, cls, cache_dir, trust_remote_code)
+            _check_same_blocks(student, opened[reference], label)
+            _check_complete(opened[reference], label, body_only=True)
+        return opened[reference]
+
+    base = open_other(recipe.base, f"base model {recipe.base}") if recipe.base is not None else None
+    experts = {reference: open_other(reference, f"expert {reference}") for reference in recipe.experts}
+    return Models(student, base, experts)
+
+
+def _open_reference(
+    reference: ModelReference, cls: type[PreTrainedModel], cache_dir: str | None, trust_remote_code: bool
+) -> StreamedModel:
+    if reference.lora is not None:
+        raise CheckpointError(
+            f"expert {reference} is an adapter on a base, which can't be streamed yet; merge it into its base with "
+            "PEFT's merge_and_unload, save that, and name the folder."
+        )
+    folder, revision = resolve(reference, cache_dir)
+    config = read_config(folder, trust_remote_code)
+    model_class(config, folder)
+    return StreamedModel(open_checkpoint(folder, revision), cls, config)
+
+
+def _check_complete(model: StreamedModel, label: str, body_only: bool = False) -> None:
+    missing = model.missing()
+    if body_only:
+        prefix = f"{model.module.base_model_prefix}."
+        has_prefix = any(name.startswith(prefix) for name in model.module.state_dict())
+        missing = [name for name in missing if not has_prefix or name.startswith(prefix)]
+    if missing:
+        raise CheckpointError(
+            f"{label} {model.checkpoint.folder} lacks {len(missing)} of {len(model.parameters)} tensors that "
+            f"{type(model.module).__name__} needs ({_some(missing)}). mergekit leaves such folders, without an error, "
+            "for architectures or layouts that it doesn't describe; merge again with one that it does."
+        )
+    shapes = model.parameters
+    for source, target in model.sources.items():
+        entry = model.checkpoint.tensors[source]
+        if target not in model.converted and entry.shape != shapes[target]:
+            raise CheckpointError(
+                f"{label} {model.checkpoint.folder}: tensor {source} is {entry.shape} on disk, but its config.json "
+                f"makes it {shapes[target]}; config and weights don't belong together."
+            )
+
+
+def _check_same_blocks(student: StreamedModel, other: StreamedModel, label: str) -> None:
+    if list(student.blocks) != list(other.blocks):
+        raise CheckpointError(
+            f"{label} {other.checkpoint.folder} has {len(other.blocks)} blocks, the merged model has "
+            f"{len(student.blocks)}; every block needs one counterpart in each model."
+        )
+    mine, theirs = student.parameters, other.parameters
+    for path, real in student.block_names.items():
+        names = {name for name in {*mine, *theirs} if name.startswith(f"{real}.")}
+        for name in sorted(names):
+            if mine.get(name) != theirs.get(name):
+                raise CheckpointError(
+                    f"{label} {other.checkpoint.folder}: {name} in block {path} is {theirs.get(name, 'absent')}, in the "
+                    f"merged model it is {mine.get(name, 'absent')}; the models must have the same width and parts."
+                )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown}, ... {len(names) - 5} more"

@@ -1,0 +1,134 @@
+"""What a run will do and what it will take: modules, tokens, peak memory, disk and floating-point operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from featcal_hf.modules import linear_names, linear_weight, norms_of
+from featcal_hf.recipe import Settings
+from featcal_hf.streamed import StreamedModel
+
+RUNTIME_BYTES = 600_000_000
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """What a block's size costs.
+
+    Attributes:
+        weights: its parameters.
+        stored: bytes of its tensors on disk.
+        linears: (d_out, d_in) of each linear module.
+        inputs: d_in of each input that modules of one parent share.
+    """
+
+    weights: int
+    stored: int
+    linears: tuple[tuple[int, int], ...]
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run.
+
+    Attributes:
+        blocks: blocks in the model.
+        linears: linear modules to calibrate.
+        norms: norms to calibrate.
+        kept: reason -> parameters of blocks that keep their merged values.
+        tokens: task -> tokens it is calibrated on.
+        peak_bytes: estimated peak resident memory of the process.
+        disk_bytes: bytes written beside the merged model.
+        flops: estimated floating-point operations.
+    """
+
+    blocks: int
+    linears: int
+    norms: int
+    kept: dict[str, list[str]]
+    tokens: dict[str, int]
+    peak_bytes: int
+    disk_bytes: int
+    flops: float
+
+
+def make_plan(
+    student: StreamedModel,
+    settings: Settings,
+    tokens: Mapping[str, int],
+    batch_tokens: int,
+    disk_bytes: int,
+) -> Plan:
+    """The plan of a run over `student`.
+
+    Args:
+        student: the merged model.
+        settings: which kinds of parameters are calibrated.
+        tokens: task -> tokens it is calibrated on.
+        batch_tokens: tokens of the largest batch.
+        disk_bytes: bytes of the shards that will be written.
+    """
+    kept: dict[str, list[str]] = {}
+    linears = norms = 0
+    shapes = []
+    for path, block in student.blocks.items():
+        fixed = student.fixed(path)
+        names = [name for name in linear_names(block) if f"{name}.weight" not in fixed]
+        block_norms = [norm.name for norm in norms_of(block)] if settings.norm else []
+        reached = {f"{name}.weight" for name in [*names, *block_norms]}
+        reached |= {f"{name}.bias" for name in [*(names if settings.bias else []), *block_norms]}
+        for name, _ in block.named_parameters():
+            if name not in reached:
+                kept.setdefault(fixed.get(name, "switched off, or no closed-form update"), []).append(f"{path}.{name}")
+        linears += len(names)
+        norms += len(block_norms)
+        shapes.append(_shape(student, path, block, names))
+    total = sum(tokens.values())
+    return Plan(
+        len(shapes),
+        linears,
+        norms,
+        kept,
+        dict(tokens),
+        RUNTIME_BYTES + max(_block_memory(shape, total, batch_tokens) for shape in shapes),
+        disk_bytes,
+        sum(_block_flops(shape, total, len(tokens)) for shape in shapes),
+    )
+
+
+def _shape(student: StreamedModel, path: str, block: nn.Module, names: list[str]) -> BlockShape:
+    sizes = {name: (len(weight), weight.shape[1]) for name in names for weight in [_weight(block, name)]}
+    shared = {(name.rpartition(".")[0], width) for name, (_, width) in sizes.items()}
+    return BlockShape(
+        sum(parameter.numel() for parameter in block.parameters()),
+        student.block_bytes(path),
+        tuple(sizes.values()),
+        tuple(width for _, width in shared),
+    )
+
+
+def _weight(block: nn.Module, name: str) -> Tensor:
+    return linear_weight(block.get_submodule(name))
+
+
+def _block_memory(shape: BlockShape, tokens: int, batch_tokens: int) -> int:
+    open_blocks = 3 * shape.stored
+    grams = 3 * sum(width * width for width in shape.inputs)
+    sides = sum(rows * width for rows, width in shape.linears)
+    largest = max((rows * width for rows, width in shape.linears), default=0)
+    hidden = 2 * tokens * max(shape.inputs, default=0)
+    activations = 4 * batch_tokens * sum(shape.inputs)
+    return open_blocks + shape.stored + FLOAT32_BYTES * (grams + sides + 2 * largest + hidden + activations)
+
+
+def _block_flops(shape: BlockShape, tokens: int, tasks: int) -> float:
+    forwards = 3 * 2.0 * shape.weights * tokens
+    moments = sum(3.0 * width * width for width in shape.inputs) * tokens
+    sides = 2 * tasks * sum(2.0 * rows * width * width for rows, width in shape.linears)
+    solves = sum(width**3 / 3 for width in shape.inputs) + sum(2.0 * rows * width**2 for rows, width in shape.linears)
+    return forwards + moments + sides + solves

@@ -1,0 +1,319 @@
+"""Calibrate a merged folder from its recipe: read, check, calibrate, write."""
+
+from __future__ import annotations
+
+import errno
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from featcal_hf.calibrate import BlockReport, CalibrationTask, OnStep, calibrate_blocks
+from featcal_hf.checkpoint import check_finite
+from featcal_hf.compare import Models, open_models
+from featcal_hf.data import TaskData, load_task
+from featcal_hf.errors import CheckpointError
+from featcal_hf.modules import linear_names, norms_of
+from featcal_hf.plan import Plan, make_plan
+from featcal_hf.recipe import Recipe, Settings, read_recipe
+from featcal_hf.save import (
+    check_output,
+    check_space,
+    fingerprint,
+    finish_swap,
+    is_calibrated,
+    open_writer,
+    swap_in,
+    work_folder,
+    write_output,
+)
+from featcal_hf.streamed import StreamedModel
+
+OnStage = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that has been checked and can start."""
+
+    recipe: Recipe
+    settings: Settings
+    models: Models
+    data: list[TaskData]
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What a run did; `as_dict` is what `featcal.json` holds.
+
+    Attributes:
+        recipe: the recipe.
+        settings: the settings in force, every one filled in.
+        models: label -> folder and commit.
+        data: task -> rows used.
+        blocks: one report for each block, in forward order.
+        seconds: of the whole run.
+    """
+
+    recipe: Recipe
+    settings: Settings
+    models: dict[str, dict[str, str | None]]
+    data: dict[str, dict[str, Any]]
+    blocks: list[BlockReport]
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON-able values."""
+        return {
+            "settings": self.settings.model_dump(by_alias=True),
+            "merge_method": self.recipe.merge.merge_method,
+            "recipe": self.recipe.source,
+            "models": self.models,
+            "tasks": self.data,
+            "versions": {
+                name: version(name) for name in ("featcal_hf", "torch", "transformers", "mergekit", "datasets")
+            }
+            | {"python": platform.python_version()},
+            "threads": torch.get_num_threads(),
+            "seconds": round(self.seconds, 2),
+            "blocks": [block.as_dict() for block in self.blocks],
+        }
+
+
+def prepare(
+    recipe: str | Path,
+    model_dir: str | Path,
+    output: str | Path | None = None,
+    *,
+    cache_dir: str | None = None,
+    trust_remote_code: bool = False,
+    random_seed: int | None = None,
+    on_stage: OnStage = lambda stage: None,
+) -> Prepared:
+    """Do everything that can fail before the first forward.
+
+    Raises:
+        RecipeError, CheckpointError, DataError: see `calibrate`.
+    """
+    read = read_recipe(recipe)
+    settings = read.settings.resolved(read.base is not None)
+    folder = Path(model_dir)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; run `mergekit-yaml {recipe} {folder}` first.")
+    if output is not None:
+        check_output(Path(output))
+    finish_swap(folder)
+    on_stage("opening checkpoints")
+    models = open_models(read, folder, cache_dir, trust_remote_code)
+    if is_calibrated(models.student.checkpoint):
+        raise CheckpointError(
+            f"{folder} has been calibrated already (featcal.json speaks of these weights); merge again with "
+            f"`mergekit-yaml {recipe} {folder}` to start from the merged weights."
+        )
+    new_bytes = sum((folder / shard).stat().st_size for shard in _shards_to_write(models.student))
+    check_space(Path(output) if output is not None else folder, new_bytes)
+    on_stage("reading the tasks' examples")
+    data = [_load(task, read, models, random_seed, trust_remote_code) for task in read.tasks]
+    on_stage("looking for NaN in the weights")
+    for label, model in models.all().items():
+        check_finite(model.checkpoint, label)
+    return Prepared(read, settings, models, data)
+
+
+def plan_of(prepared: Prepared) -> Plan:
+    """What a prepared run will do and what it will take."""
+    student = prepared.models.student
+    batches = [batch for data in prepared.data for batch in (*data.calibration, *data.holdout)]
+    return make_plan(
+        student,
+        prepared.settings,
+        {
+            task.name: sum(_tokens(student.module, batch.student) for batch in data.calibration)
+            for task, data in zip(prepared.recipe.tasks, prepared.data, strict=True)
+        },
+        max(_tokens(student.module, batch.student) for batch in batches),
+        sum((student.checkpoint.folder / shard).stat().st_size for shard in _shards_to_write(student)),
+    )
+
+
+def calibrate(
+    recipe: str | Path,
+    model_dir: str | Path,
+    output: str | Path | None = None,
+    *,
+    device: str = "cpu",
+    cache_dir: str | None = None,
+    trust_remote_code: bool = False,
+    random_seed: int | None = None,
+    on_stage: OnStage = lambda stage: None,
+    on_prepared: Callable[[Prepared], None] = lambda prepared: None,
+    on_step: OnStep = lambda step: None,
+) -> RunReport:
+    """Calibrate the merged model in `model_dir` towards its experts, in place or into `output`.
+
+    Args:
+        recipe: the mergekit YAML with its `featcal:` section.
+        model_dir: what mergekit-yaml made of it.
+        output: a new folder for the result; None replaces the weights in `model_dir` once all are complete.
+        device: where blocks are computed and systems solved.
+        cache_dir: storage for downloaded models, as mergekit's `--transformers-cache`.
+        trust_remote_code: let models and tokenizers run code of their repository.
+        random_seed: replaces every task's `seed`.
+        on_stage: called with the name of each stage of preparation.
+        on_prepared: called once everything has been checked.
+        on_step: called before each step, see `Step`.
+
+    Returns:
+        What was done; also written to `featcal.json` beside the weights.
+
+    Raises:
+        RecipeError: the recipe can't be read, or asks for what can't be done.
+        CheckpointError: a model is missing, incomplete, damaged or doesn't fit; the disk is full.
+        DataError: a task's examples can't be read or turned into inputs.
+        SolveError: a module has no finite solution. In every case the merged model is as it was.
+    """
+    started = time.perf_counter()
+    prepared = prepare(
+        recipe,
+        model_dir,
+        output,
+        cache_dir=cache_dir,
+        trust_remote_code=trust_remote_code,
+        random_seed=random_seed,
+        on_stage=on_stage,
+    )
+    on_prepared(prepared)
+    return calibrate_prepared(
+        prepared, Path(output) if output is not None else None, torch.device(device), on_step, started
+    )
+
+
+def calibrate_prepared(
+    prepared: Prepared, output: Path | None, device: torch.device, on_step: OnStep, started: float
+) -> RunReport:
+    """Run the calibration of a prepared run and write its result."""
+    student = prepared.models.student
+    target = output if output is not None else student.checkpoint.folder
+    marks: dict[str, str] = {}
+    try:
+        with work_folder(target) as work:
+            writer = open_writer(student.checkpoint, _names_to_write(student), work)
+
+            def write(path: str, parameters: dict[str, Tensor]) -> None:
+                named = {_source(student, path, name): value for name, value in parameters.items()}
+                writer.write(named)
+                if not marks and named:
+                    marks.update(fingerprint(dict(list(named.items())[:1])))
+
+            blocks = calibrate_blocks(
+                student,
+                prepared.models.base,
+                [
+                    CalibrationTask(
+                        task.name,
+                        prepared.models.experts[task.model],
+                        [(batch.student, batch.expert) for batch in data.calibration],
+                        [(batch.student, batch.expert) for batch in data.holdout],
+                    )
+                    for task, data in zip(prepared.recipe.tasks, prepared.data, strict=True)
+                ],
+                prepared.settings,
+                device=device,
+                write=write,
+                on_step=on_step,
+            )
+            report = _report(prepared, blocks, time.perf_counter() - started)
+            new = writer.complete()
+            contents = report.as_dict() | {"fingerprint": marks}
+            if output is None:
+                swap_in(student.checkpoint, new, contents)
+            else:
+                write_output(student.checkpoint, new, output, contents)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise CheckpointError(
+            f"the disk of {target} is full; the merged model in {student.checkpoint.folder} is as it was. Free some "
+            "space and run the same command again."
+        ) from error
+    return report
+
+
+def _load(task: Any, recipe: Recipe, models: Models, random_seed: int | None, trust_remote_code: bool) -> TaskData:
+    chosen = task if random_seed is None else task.model_copy(update={"seed": random_seed})
+    others = [models.base.checkpoint.folder] if models.base is not None else []
+    return load_task(
+        chosen,
+        student_path=str(models.student.checkpoint.folder),
+        expert_path=str(models.experts[task.model].checkpoint.folder),
+        processor_paths=[str(folder) for folder in others],
+        encoder_decoder=bool(models.student.module.config.is_encoder_decoder),
+        max_positions=_max_positions(models.student.module),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _max_positions(model: PreTrainedModel) -> int | None:
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is None:
+        return None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):
+            return int(positions) - (module.padding_idx + 1 if module.padding_idx is not None else 0)
+    return int(positions)
+
+
+def _tokens(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> int:
+    text = sum(inputs[name].numel() for name in ("input_ids", "labels") if name in inputs)
+    if "pixel_values" not in inputs:
+        return text
+    patch = getattr(getattr(model.config, "vision_config", model.config), "patch_size", 16)
+    rows, columns = (patch, patch) if isinstance(patch, int) else patch
+    images, _, height, width = inputs["pixel_values"].shape
+    return text + images * (height // rows) * (width // columns)
+
+
+def _names_to_write(student: StreamedModel) -> list[str]:
+    names = []
+    for path, block in student.blocks.items():
+        for module in [*linear_names(block), *(norm.name for norm in norms_of(block))]:
+            for part in ("weight", "bias"):
+                if getattr(block.get_submodule(module), part, None) is not None:
+                    source = student.source_of(path, f"{module}.{part}")
+                    names += [source] if source is not None else []
+    return names
+
+
+def _shards_to_write(student: StreamedModel) -> set[str]:
+    return {student.checkpoint.tensors[name].shard for name in _names_to_write(student)}
+
+
+def _source(student: StreamedModel, path: str, name: str) -> str:
+    source = student.source_of(path, name)
+    if source is None:
+        raise CheckpointError(f"{path}.{name} has no tensor of its own in {student.checkpoint.folder}.")
+    return source
+
+
+def _report(prepared: Prepared, blocks: list[BlockReport], seconds: float) -> RunReport:
+    return RunReport(
+        prepared.recipe,
+        prepared.settings,
+        {
+            label: {"folder": str(model.checkpoint.folder), "revision": model.checkpoint.revision}
+            for label, model in prepared.models.all().items()
+        },
+        {
+            task.name: {"expert": str(task.model), **data.record}
+            for task, data in zip(prepared.recipe.tasks, prepared.data, strict=True)
+        },
+        blocks,
+        seconds,
+    )
