@@ -132,6 +132,12 @@ def test_copies_of_a_calibration_row_are_not_held_out(tmp_path: Path, model: str
     assert data.record["duplicate_rows"] > 0
 
 
+def test_copies_are_not_held_out_where_rows_run_short_either(tmp_path: Path, model: str) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "a"}] * 20)
+    record = load(make_task(path, samples=100, holdout=10), model).record
+    assert (record["calibration_rows"], record["holdout_rows"], record["duplicate_rows"]) == (16, 0, 4)
+
+
 def test_with_too_few_rows_at_most_a_fifth_is_held_out(
     tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -382,6 +388,7 @@ def test_an_encoder_decoder_needs_prompt_and_completion(tmp_path: Path, model: s
     [
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
         [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
+        [{"from": "human", "value": "a"}, {"role": "assistant", "content": "b"}],
     ],
 )
 def test_conversations_go_through_the_chat_template_without_a_second_bos(
