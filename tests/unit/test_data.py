@@ -388,11 +388,11 @@ def test_an_encoder_decoder_needs_prompt_and_completion(tmp_path: Path, model: s
     [
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
         [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
-        [{"from": "human", "value": "a"}, {"role": "assistant", "content": "b"}],
+        [{"role": None, "from": "human", "value": "a"}, {"role": "assistant", "content": "b", "from": None}],
     ],
 )
 def test_conversations_go_through_the_chat_template_without_a_second_bos(
-    tmp_path: Path, model: str, turns: list[dict[str, str]]
+    tmp_path: Path, model: str, turns: list[dict[str, Any]]
 ) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"chat": turns}, {"chat": []}])
     data = load(make_task(path, messages="chat"), model)
