@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
+import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ from featcal_hf.errors import CheckpointError
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
 SIDE_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+SCAN_NUMBERS = 2**22
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -165,8 +169,8 @@ def check_finite(checkpoint: Checkpoint, label: str) -> None:
         if not entry.dtype.is_floating_point:
             continue
         with checkpoint.reading([name]) as lazy:
-            value = lazy[name][...]
-            if not bool(value.sum(dtype=torch.float32).isfinite()) and not bool(value.isfinite().all()):
+            value = lazy[name][...].reshape(-1)
+            if not all(bool(part.isfinite().all()) for part in value.split(SCAN_NUMBERS)):
                 raise CheckpointError(
                     f"{label} {checkpoint.folder / entry.shard}: tensor {name} holds NaN or infinity; the model "
                     "is broken, make or download it again."
@@ -178,7 +182,7 @@ def _find_shards(folder: Path) -> tuple[str | None, list[str], dict[str, str] | 
         index = f"{single}.index.json"
         has_single, has_index = (folder / single).is_file(), (folder / index).is_file()
         if has_index:
-            weight_map = _read_index(folder, index)
+            weight_map = read_index(folder, index)
             shards = list(dict.fromkeys(weight_map.values()))
             if has_single and single not in shards:
                 raise CheckpointError(
@@ -200,7 +204,12 @@ def _find_shards(folder: Path) -> tuple[str | None, list[str], dict[str, str] | 
     )
 
 
-def _read_index(folder: Path, index: str) -> dict[str, str]:
+def read_index(folder: Path, index: str) -> dict[str, str]:
+    """Tensor name -> shard, from a shard index.
+
+    Raises:
+        CheckpointError: it can't be read, or leads out of the folder.
+    """
     try:
         weight_map = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
@@ -249,13 +258,29 @@ def _open_safetensors(path: Path) -> Any:
 
 def _load_pickle(path: Path) -> Mapping[str, torch.Tensor]:
     try:
-        loaded: Mapping[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, OSError, ValueError, EOFError) as error:
+        # Files from before PyTorch 1.6 are no zip archives, and only those can be mapped.
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (RuntimeError, OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(
-            f"{path} can't be read as a PyTorch weight file ({error}); it may be truncated or hold more than "
-            "tensors. Make it again, or save it as safetensors."
+            f"{path} can't be read as a PyTorch weight file ({_reason(error)}); it may be truncated or hold more "
+            "than tensors. Make it again, or save it as safetensors."
         ) from error
-    return loaded
+    tensors: Mapping[str, torch.Tensor] = loaded if isinstance(loaded, dict) else {"": loaded}
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{path}: {name!r} is {type(value).__name__}, expected a dictionary of tensors by name; save the "
+                "model's state_dict alone, or save it as safetensors."
+            )
+    return tensors
+
+
+def _reason(error: Exception) -> str:
+    """What PyTorch found, without its advice to run the file's code."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return str(error).partition("\n")[0].rstrip(".")
+    refused = re.search(r"(GLOBAL|global|function|class) (\S+)", str(error))
+    return f"it calls {refused[2]}" if refused else "it is no pickle of tensors"
 
 
 def _some(names: list[str]) -> str:

@@ -103,7 +103,7 @@ def parking(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
 def _parking_place(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     def park(*args: Any, **kwargs: Any) -> Any:
         current = getcurrent()
-        if isinstance(current, _ModelRun):
+        if isinstance(current, _ModelRun) and current.parent is not None:
             return current.parent.switch(Call(path, args, kwargs))
         return forward(*args, **kwargs)
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from featcal_hf.calibrate import BlockReport, CalibrationTask, OnStep, calibrate_blocks
+from featcal_hf.calibrate import BlockReport, OnStep, calibrate_blocks
 from featcal_hf.errors import CheckpointError, DataError
 from featcal_hf.models import ResidentModel
 from featcal_hf.recipe import Settings
+from featcal_hf.streams import CalibrationTask
 
 TaskBatches = Mapping[str, Sequence[Mapping[str, Tensor]]]
 

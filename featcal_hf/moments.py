@@ -1,77 +1,193 @@
-"""Grams and cross moments of one input: what a block's linear modules and norms need to know of a task.
+"""What a block's linear modules and norms need to know of one task: moments of what they read.
 
 All sums are float32 whatever the features' dtype: a bfloat16 accumulator gives indefinite Grams.
+
+With weights w_t over tokens t, n = Σ w_t, student features x_t and the drift of the input δ_t = x^exp_t - x^cal_t:
+
+    gram  G = Σ w x xᵀ / n      (d_in, d_in)        mean  μ = Σ w x / n   (d_in,)
+    cross D = Σ w δ xᵀ / n      (d_in, d_in)        shift δ̄ = Σ w δ / n   (d_in,)
+
+The paper's cross moment is C = (1-α) G + α Xexpᵀ Xcal / n = G + α D (eq. 14). D is kept instead of C: it is exactly
+zero where the student computes what the expert does.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 TRIANGLE_ROWS = 1024
+FEW_TOKENS = 0.75
 
 
-class InputMoments:
-    """Moments of one task's student and expert features at one input of a block.
+class TaskInput(Protocol):
+    """One task's moments of one input, whichever way they are kept."""
 
-    With weights w_t over tokens t, n = Σ w_t, student features x_t and the drift of the input
-    δ_t = x^exp_t - x^cal_t, the averages are
+    tokens: float
+    mean: Tensor
+    shift: Tensor
 
-        gram  G = Σ w x xᵀ / n          (d_in, d_in)
-        cross D = Σ w δ xᵀ / n          (d_in, d_in), or W_i D (d_out, d_in) for each narrow module
-        mean  μ = Σ w x / n             (d_in,)
-        shift δ̄ = Σ w δ / n             (d_in,)
+    def add(self, student: Tensor, expert: Tensor, weights: Tensor | None) -> None:
+        """Add a batch: features (tokens, d_in) of the tokens that count, and their weights (tokens,)."""
+        ...
 
-    The paper's cross moment is C = (1-α) G + α Xexpᵀ Xcal / n = G + α D (eq. 14). D is kept instead of C:
-    it is exactly zero where the student computes what the expert does.
+    def average(self) -> None:
+        """Divide the sums by the weighted tokens; call once, after the last batch."""
+        ...
+
+    def frobenius(self) -> float:
+        """‖G‖_F."""
+        ...
+
+    def trace(self) -> float:
+        """The trace of G."""
+        ...
+
+    def add_gram(self, total: Tensor, factor: float) -> None:
+        """Add factor · G to the lower triangle of `total` (d_in, d_in)."""
+        ...
+
+    def answer(self, name: str, rows: slice, gap: Tensor, expert: Tensor, alpha: float) -> Tensor:
+        """(W_i - A) G + α W_i D, shape (rows, d_in), for some rows of a module; `gap` is W_i - A, `expert` W_i."""
+        ...
+
+    def is_finite(self) -> bool:
+        """Whether every moment is finite: NaN or overflow in a forward shows up here."""
+        ...
+
+
+def task_input(width: int, tokens: int, narrow: dict[str, Tensor], device: torch.device) -> TaskInput:
+    """The cheaper way to keep a task's moments: its features while they are fewer than a Gram, else the Gram.
 
     Args:
         width: d_in.
-        narrow: expert weights (d_out, d_in) of the modules that read this input, when together they have
-            fewer outputs than inputs: W_i D is then smaller and cheaper than D. Empty to keep D itself.
+        tokens: the task's tokens at most.
+        narrow: see `InputMoments`.
+        device: where the moments live.
+    """
+    if tokens <= FEW_TOKENS * width:
+        return InputFeatures(width, device)
+    return InputMoments(width, narrow, device)
+
+
+class InputMoments:
+    """Moments of an input as Gram and cross moment: the size does not depend on the number of tokens.
+
+    Args:
+        width: d_in.
+        narrow: expert weights (d_out, d_in) of the modules that read this input, when together they have fewer
+            outputs than inputs: W_i D is then smaller and cheaper than D. Empty to keep D itself.
         device: where the moments live.
     """
 
     def __init__(self, width: int, narrow: dict[str, Tensor], device: torch.device) -> None:
-        self.narrow = {name: weight.to(device, torch.float32) for name, weight in narrow.items()}
         self.tokens = 0.0
         self.gram = torch.zeros(width, width, device=device)
         self.mean = torch.zeros(width, device=device)
         self.shift = torch.zeros(width, device=device)
         self.cross = None if narrow else torch.zeros(width, width, device=device)
-        self.narrow_cross = {name: torch.zeros(weight.shape, device=device) for name, weight in self.narrow.items()}
+        self._narrow = {name: weight.to(device, torch.float32) for name, weight in narrow.items()}
+        self.narrow_cross = {name: torch.zeros_like(weight) for name, weight in self._narrow.items()}
 
     def add(self, student: Tensor, expert: Tensor, weights: Tensor | None) -> None:
-        """Add a batch: features (tokens, d_in) of the tokens that count, and their weights (tokens,)."""
+        """See `TaskInput.add`."""
         x = student.float()
         delta = expert.float().sub(x)
         weighted = x if weights is None else x * weights[:, None]
         self.tokens += float(len(x) if weights is None else weights.sum())
-        _add_lower_triangle(self.gram, weighted, x)
+        _add_lower_triangle(self.gram, weighted, x, 1.0)
         self.mean += weighted.sum(0)
         self.shift += (delta if weights is None else delta * weights[:, None]).sum(0)
         if self.cross is not None:
             self.cross.addmm_(delta.T, weighted)
-        for name, weight in self.narrow.items():
+        for name, weight in self._narrow.items():
             self.narrow_cross[name].addmm_((delta @ weight.T).T, weighted)
 
     def average(self) -> None:
-        """Divide the sums by the weighted tokens and mirror the Gram's triangle."""
-        for total in (self.gram, self.mean, self.shift, self.cross, *self.narrow_cross.values()):
-            if total is not None:
-                total /= self.tokens
+        """See `TaskInput.average`."""
+        for total in self._sums():
+            total /= self.tokens
         _mirror_lower_triangle(self.gram)
 
-    def moved(self, name: str, expert_weight: Tensor) -> Tensor:
-        """W_i D (d_out, d_in): the expert's answer to the drift of its input."""
+    def frobenius(self) -> float:
+        """See `TaskInput.frobenius`."""
+        return float(torch.linalg.vector_norm(self.gram))
+
+    def trace(self) -> float:
+        """See `TaskInput.trace`."""
+        return float(self.gram.trace())
+
+    def add_gram(self, total: Tensor, factor: float) -> None:
+        """See `TaskInput.add_gram`."""
+        total.add_(self.gram, alpha=factor)
+
+    def answer(self, name: str, rows: slice, gap: Tensor, expert: Tensor, alpha: float) -> Tensor:
+        """See `TaskInput.answer`."""
         if self.cross is None:
-            return self.narrow_cross[name]
-        return expert_weight @ self.cross
+            moved = self.narrow_cross[name][rows]
+            return torch.addmm(moved, gap, self.gram, beta=alpha)
+        return (gap @ self.gram).addmm_(expert, self.cross, alpha=alpha)
 
     def is_finite(self) -> bool:
-        """Whether every moment is finite: NaN or overflow in a forward shows up here."""
-        sums = (self.gram, self.mean, self.shift, self.cross, *self.narrow_cross.values())
-        return all(bool(total.sum().isfinite()) for total in sums if total is not None)
+        """See `TaskInput.is_finite`."""
+        return all(bool(total.sum().isfinite()) for total in self._sums())
+
+    def _sums(self) -> list[Tensor]:
+        cross = [] if self.cross is None else [self.cross]
+        return [self.gram, self.mean, self.shift, *cross, *self.narrow_cross.values()]
+
+
+class InputFeatures:
+    """Moments of an input kept as the features themselves: smaller and cheaper than a Gram while n < d_in."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.tokens = 0.0
+        self.mean = torch.zeros(width, device=device)
+        self.shift = torch.zeros(width, device=device)
+        self._device = device
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._student = self._delta = torch.zeros(0, width, device=device)
+        self._weights = torch.zeros(0, device=device)
+
+    def add(self, student: Tensor, expert: Tensor, weights: Tensor | None) -> None:
+        """See `TaskInput.add`."""
+        x = student.float()
+        w = torch.ones(len(x), device=x.device) if weights is None else weights
+        self.tokens += float(w.sum())
+        self._parts.append((x, expert.float().sub(x), w))
+
+    def average(self) -> None:
+        """See `TaskInput.average`."""
+        students, deltas, weights = zip(*self._parts, strict=True)
+        self._parts = []
+        self._student, self._delta = torch.cat(students), torch.cat(deltas)
+        self._weights = torch.cat(weights) / self.tokens
+        self.mean = self._weights @ self._student
+        self.shift = self._weights @ self._delta
+
+    def frobenius(self) -> float:
+        """See `TaskInput.frobenius`: ‖Xᵀ X‖_F = ‖X Xᵀ‖_F, which is smaller here."""
+        rows = self._student * self._weights.sqrt()[:, None]
+        return float(torch.linalg.vector_norm(rows @ rows.T))
+
+    def trace(self) -> float:
+        """See `TaskInput.trace`."""
+        return float(self._weights @ self._student.square().sum(1))
+
+    def add_gram(self, total: Tensor, factor: float) -> None:
+        """See `TaskInput.add_gram`."""
+        _add_lower_triangle(total, self._student * self._weights[:, None], self._student, factor)
+
+    def answer(self, name: str, rows: slice, gap: Tensor, expert: Tensor, alpha: float) -> Tensor:
+        """See `TaskInput.answer`."""
+        outputs = (self._student @ gap.T).addmm_(self._delta, expert.T, alpha=alpha)
+        return (outputs * self._weights[:, None]).T @ self._student
+
+    def is_finite(self) -> bool:
+        """See `TaskInput.is_finite`."""
+        return bool(self._student.sum().isfinite() and self._delta.sum().isfinite())
 
 
 class NormMoments:
@@ -100,10 +216,10 @@ class NormMoments:
         return bool(self.mean.isfinite().all() and self.square.isfinite().all())
 
 
-def _add_lower_triangle(gram: Tensor, left: Tensor, right: Tensor) -> None:
+def _add_lower_triangle(gram: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
     for start in range(0, len(gram), TRIANGLE_ROWS):
         end = min(start + TRIANGLE_ROWS, len(gram))
-        gram[start:end, :end].addmm_(left[:, start:end].T, right[:, :end])
+        gram[start:end, :end].addmm_(left[:, start:end].T, right[:, :end], alpha=factor)
 
 
 def _mirror_lower_triangle(gram: Tensor) -> None:

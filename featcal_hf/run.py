@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from featcal_hf.calibrate import BlockReport, CalibrationTask, OnStep, calibrate_blocks
+from featcal_hf.calibrate import BlockReport, OnStep, calibrate_blocks
 from featcal_hf.checkpoint import check_finite
 from featcal_hf.compare import Models, open_models
 from featcal_hf.data import TaskData, load_task
@@ -24,8 +24,11 @@ from featcal_hf.modules import linear_names, norms_of
 from featcal_hf.plan import Plan, make_plan
 from featcal_hf.recipe import Recipe, Settings, read_recipe
 from featcal_hf.save import (
+    UNFINISHED,
+    WORK,
     check_output,
     check_space,
+    discard_unfinished,
     fingerprint,
     finish_swap,
     is_calibrated,
@@ -35,8 +38,11 @@ from featcal_hf.save import (
     write_output,
 )
 from featcal_hf.streamed import StreamedModel
+from featcal_hf.streams import CalibrationTask
 
 OnStage = Callable[[str], None]
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class Prepared:
     settings: Settings
     models: Models
     data: list[TaskData]
+    output: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -108,8 +115,7 @@ def prepare(
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; run `mergekit-yaml {recipe} {folder}` first.")
     if output is not None:
-        check_output(Path(output))
-    finish_swap(folder)
+        check_output(Path(output), folder)
     on_stage("opening checkpoints")
     models = open_models(read, folder, cache_dir, trust_remote_code)
     if is_calibrated(models.student.checkpoint):
@@ -117,14 +123,13 @@ def prepare(
             f"{folder} has been calibrated already (featcal.json speaks of these weights); merge again with "
             f"`mergekit-yaml {recipe} {folder}` to start from the merged weights."
         )
-    new_bytes = sum((folder / shard).stat().st_size for shard in _shards_to_write(models.student))
-    check_space(Path(output) if output is not None else folder, new_bytes)
+    check_space(Path(output) if output is not None else folder, _bytes_to_write(models.student, output is not None))
     on_stage("reading the tasks' examples")
     data = [_load(task, read, models, random_seed, trust_remote_code) for task in read.tasks]
     on_stage("looking for NaN in the weights")
     for label, model in models.all().items():
         check_finite(model.checkpoint, label)
-    return Prepared(read, settings, models, data)
+    return Prepared(read, settings, models, data, None if output is None else Path(output))
 
 
 def plan_of(prepared: Prepared) -> Plan:
@@ -139,7 +144,7 @@ def plan_of(prepared: Prepared) -> Plan:
             for task, data in zip(prepared.recipe.tasks, prepared.data, strict=True)
         },
         max(_tokens(student.module, batch.student) for batch in batches),
-        sum((student.checkpoint.folder / shard).stat().st_size for shard in _shards_to_write(student)),
+        _bytes_to_write(student, prepared.output is not None),
     )
 
 
@@ -180,6 +185,7 @@ def calibrate(
         SolveError: a module has no finite solution. In every case the merged model is as it was.
     """
     started = time.perf_counter()
+    finish_swap(Path(model_dir))
     prepared = prepare(
         recipe,
         model_dir,
@@ -203,14 +209,15 @@ def calibrate_prepared(
     target = output if output is not None else student.checkpoint.folder
     marks: dict[str, str] = {}
     try:
-        with work_folder(target) as work:
+        if output is not None:
+            discard_unfinished(student.checkpoint, output)
+        with work_folder(target / (WORK if output is None else UNFINISHED)) as work:
             writer = open_writer(student.checkpoint, _names_to_write(student), work)
 
             def write(path: str, parameters: dict[str, Tensor]) -> None:
                 named = {_source(student, path, name): value for name, value in parameters.items()}
                 writer.write(named)
-                if not marks and named:
-                    marks.update(fingerprint(dict(list(named.items())[:1])))
+                marks.update(fingerprint(named))
 
             blocks = calibrate_blocks(
                 student,
@@ -233,15 +240,16 @@ def calibrate_prepared(
             new = writer.complete()
             contents = report.as_dict() | {"fingerprint": marks}
             if output is None:
-                swap_in(student.checkpoint, new, contents)
+                swap_in(student.checkpoint, new, work, contents)
             else:
-                write_output(student.checkpoint, new, output, contents)
+                write_output(student.checkpoint, new, work, output, contents)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in DISK_FULL | NOT_ALLOWED:
             raise
+        problem = "the disk is full" if error.errno in DISK_FULL else "writing is not allowed"
         raise CheckpointError(
-            f"the disk of {target} is full; the merged model in {student.checkpoint.folder} is as it was. Free some "
-            "space and run the same command again."
+            f"{target} can't be written ({error}): {problem}; {student.checkpoint.folder} holds one whole model. Mend "
+            "that and run the same command again."
         ) from error
     return report
 
@@ -291,8 +299,12 @@ def _names_to_write(student: StreamedModel) -> list[str]:
     return names
 
 
-def _shards_to_write(student: StreamedModel) -> set[str]:
-    return {student.checkpoint.tensors[name].shard for name in _names_to_write(student)}
+def _bytes_to_write(student: StreamedModel, whole: bool) -> int:
+    """Bytes of the new shards, or of the whole checkpoint; pickles are put together from a file for each block."""
+    checkpoint, names = student.checkpoint, _names_to_write(student)
+    shards = checkpoint.shards if whole else {checkpoint.tensors[name].shard for name in names}
+    parts = sum(checkpoint.tensors[name].bytes for name in names) if checkpoint.pickled else 0
+    return sum((checkpoint.folder / shard).stat().st_size for shard in shards) + parts
 
 
 def _source(student: StreamedModel, path: str, name: str) -> str:

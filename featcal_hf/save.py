@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 from collections.abc import Iterator
@@ -18,15 +19,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
-from featcal_hf.checkpoint import Checkpoint
+from featcal_hf.checkpoint import PICKLED, SAFETENSORS, Checkpoint, read_index
 from featcal_hf.errors import CheckpointError
 
 WORK = ".featcal"
+UNFINISHED = ".featcal-output"
 REPORT = "featcal.json"
 INCOMING = "featcal-"
+WEIGHTS = re.compile(r"(featcal-)?(pytorch_)?model([-.].*)?\.(safetensors|bin)(\.index\.json|\.twin)?(\.new)?")
 
 
 class CheckpointWriter(Protocol):
@@ -54,7 +57,7 @@ class SafetensorsWriter:
         self._offsets: dict[str, int] = {}
         for shard in shards:
             self._files[shard] = work / shard
-            shutil.copy(checkpoint.folder / shard, work / shard)
+            shutil.copyfile(checkpoint.folder / shard, work / shard)
             self._offsets.update(_data_offsets(work / shard))
 
     def write(self, tensors: dict[str, Tensor]) -> None:
@@ -66,8 +69,9 @@ class SafetensorsWriter:
                 file.write(_bytes(value))
 
     def complete(self) -> dict[str, Path]:
-        """Flush the new shards to disk."""
-        for path in self._files.values():
+        """Flush the new shards to disk, with the merged ones' permissions."""
+        for shard, path in self._files.items():
+            shutil.copymode(self._checkpoint.folder / shard, path)
             _sync(path)
         return self._files
 
@@ -84,30 +88,43 @@ class PickleWriter:
         for name, value in tensors.items():
             _check_fits(self._checkpoint, name, value)
         path = self._work / f"block-{len(self._blocks)}.safetensors"
-        save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, path)
+        path.write_bytes(save({name: value.cpu().contiguous() for name, value in tensors.items()}))
         self._blocks.append(path)
 
     def complete(self) -> dict[str, Path]:
-        """Write the shards, one in memory at a time."""
+        """Write the shards, one in memory at a time.
+
+        Raises:
+            CheckpointError: PyTorch can't write one.
+        """
         files = {}
         for shard in self._shards:
             state = dict(torch.load(self._checkpoint.folder / shard, map_location="cpu", weights_only=True, mmap=True))
             for block in self._blocks:
                 state.update({name: value for name, value in load_file(block).items() if name in state})
             files[shard] = self._work / shard
-            torch.save(state, files[shard])
+            try:
+                torch.save(state, files[shard])
+            except RuntimeError as error:  # its writer reports a full disk as an internal error
+                raise CheckpointError(
+                    f"{files[shard]} can't be written ({error}); the disk may be full. "
+                    f"{self._checkpoint.folder} is as it was; free some space and run the same command again."
+                ) from error
+            shutil.copymode(self._checkpoint.folder / shard, files[shard])
             _sync(files[shard])
+        for block in self._blocks:
+            block.unlink()
         return files
 
 
 @contextmanager
-def work_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder for unfinished files inside `folder`, gone at the end however that comes."""
-    work = folder / WORK
-    if work.exists():
-        shutil.rmtree(work)
+def work_folder(work: Path) -> Iterator[Path]:
+    """An empty folder for unfinished files, gone at the end however that comes."""
+    folder = work.parent
     created = not folder.exists()
-    work.mkdir(parents=True)
+    work.mkdir(parents=True, exist_ok=True)
+    for leftover in work.iterdir():
+        _discard(leftover)
     try:
         yield work
     except BaseException:
@@ -118,13 +135,20 @@ def work_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(work)
 
 
-def check_output(output: Path) -> None:
-    """Refuse an output folder that holds something.
+def check_output(output: Path, folder: Path) -> None:
+    """Refuse an output folder that holds something, other than what an interrupted run left there.
 
     Raises:
-        CheckpointError: it isn't empty, or isn't a folder.
+        CheckpointError: it isn't empty, isn't a folder, or lies inside the merged model's `folder`.
     """
-    if output.exists() and (not output.is_dir() or any(entry.name != WORK for entry in output.iterdir())):
+    if folder.resolve() in output.resolve().parents:
+        raise CheckpointError(
+            f"--output {output} lies inside the merged model's folder {folder}, of which it is to be a copy; name one "
+            "outside."
+        )
+    if (output / UNFINISHED).is_dir():
+        return
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(
             f"--output {output} exists and isn't an empty folder; name a new one, or leave --output out to "
             "calibrate in place."
@@ -135,6 +159,7 @@ def check_space(folder: Path, needed: int) -> None:
     """Refuse to start where the new shards don't fit.
 
     Args:
+        folder: where they will be written; it may have to be made first.
         needed: bytes that will be written.
 
     Raises:
@@ -145,7 +170,7 @@ def check_space(folder: Path, needed: int) -> None:
     if free < needed:
         raise CheckpointError(
             f"{existing} has {free / 1e9:.2f} GB free, but the calibrated shards take {needed / 1e9:.2f} GB beside "
-            "the merged ones until they are swapped in; free some space or name another --output."
+            "the merged ones; free some space or name another --output."
         )
 
 
@@ -160,57 +185,111 @@ def open_writer(checkpoint: Checkpoint, names: list[str], work: Path) -> Checkpo
     return kind(checkpoint, shards, work)
 
 
-def swap_in(checkpoint: Checkpoint, new: dict[str, Path], report: dict[str, Any]) -> None:
-    """Replace the merged shards in their own folder; every step leaves one whole model to read."""
+def swap_in(checkpoint: Checkpoint, new: dict[str, Path], work: Path, report: dict[str, Any]) -> None:
+    """Replace the merged shards in their own folder; every step leaves one whole model to read.
+
+    Everything is written in `work` first. The report comes before the weights it speaks of: without them it is
+    ignored, and weights without it would be calibrated twice.
+    """
     folder = checkpoint.folder
-    _write_report(folder, report)
-    if checkpoint.index is None:
+    _write(work / REPORT, _report_text(report))
+    if checkpoint.index is not None:
+        text = (folder / checkpoint.index).read_text(encoding="utf-8")
+        for shard in new:
+            text = text.replace(f'"{shard}"', f'"{INCOMING}{shard}"')
+        _write(work / checkpoint.index, text)
+    try:
+        os.replace(work / REPORT, folder / REPORT)
         for shard, path in new.items():
-            os.replace(path, folder / shard)
-        return
-    index = folder / checkpoint.index
-    text = index.read_text(encoding="utf-8")
-    for shard, path in new.items():
-        os.replace(path, folder / f"{INCOMING}{shard}")
-        text = text.replace(f'"{shard}"', f'"{INCOMING}{shard}"')
-    _replace_text(index, text)
-    finish_swap(folder)
+            os.replace(path, folder / (shard if checkpoint.index is None else f"{INCOMING}{shard}"))
+        if checkpoint.index is not None:
+            os.replace(work / checkpoint.index, folder / checkpoint.index)
+    except BaseException:
+        last = list(new.values())[-1] if checkpoint.index is None else work / checkpoint.index
+        if last.exists():
+            for name in (REPORT, *(f"{INCOMING}{shard}" for shard in new)):
+                (folder / name).unlink(missing_ok=True)
+        raise
+    _give_old_names(folder)
 
 
 def finish_swap(folder: Path) -> None:
-    """Give new shards their old names, if an index names new ones: the end of `swap_in`, also after a crash."""
-    for index in folder.glob("*.index.json"):
-        text = index.read_text(encoding="utf-8")
-        if f'"{INCOMING}' in text:
-            for incoming in _incoming(folder):
-                named = folder / incoming.name.removeprefix(INCOMING)
-                twin = folder / f"{incoming.name}.twin"
-                twin.unlink(missing_ok=True)
-                _duplicate(incoming, twin)
-                os.replace(twin, named)
-            _replace_text(index, text.replace(f'"{INCOMING}', '"'))
-    for leftover in _incoming(folder):
-        leftover.unlink()
+    """After a run that was killed: bring its swap to an end, if it had begun, and remove its unfinished files.
+
+    Raises:
+        CheckpointError: an index can't be read.
+    """
+    _give_old_names(folder)
+    _discard(folder / WORK)
 
 
-def write_output(checkpoint: Checkpoint, new: dict[str, Path], output: Path, report: dict[str, Any]) -> None:
-    """Make `output` a copy of the merged folder with the new shards; the file that readers look for comes last."""
-    weights = {*checkpoint.shards, checkpoint.index, REPORT, WORK}
-    for source in checkpoint.folder.iterdir():
-        if source.name in weights:
+def _give_old_names(folder: Path) -> None:
+    """Give new shards the names of the merged ones, where an index names new ones."""
+    for index in (f"{SAFETENSORS}.index.json", f"{PICKLED}.index.json"):
+        if (folder / index).is_file():
+            _finish_index(folder, index)
+
+
+def _finish_index(folder: Path, index: str) -> None:
+    shards = set(read_index(folder, index).values())
+    incoming = [shard for shard in shards if shard.startswith(INCOMING)]
+    if not all((folder / shard).is_file() for shard in incoming):
+        return  # not ours to mend: opening the checkpoint says what is missing
+    for shard in incoming:
+        twin = folder / f"{shard}.twin"
+        twin.unlink(missing_ok=True)
+        _duplicate(folder / shard, twin)
+        os.replace(twin, folder / shard.removeprefix(INCOMING))
+    if incoming:
+        text = (folder / index).read_text(encoding="utf-8")
+        _write(folder / f"{index}.new", text.replace(f'"{INCOMING}', '"'))
+        os.replace(folder / f"{index}.new", folder / index)
+    for shard in shards:
+        leftover = f"{INCOMING}{shard.removeprefix(INCOMING)}"
+        for name in (leftover, f"{leftover}.twin"):
+            (folder / name).unlink(missing_ok=True)
+
+
+def write_output(
+    checkpoint: Checkpoint, new: dict[str, Path], work: Path, output: Path, report: dict[str, Any]
+) -> None:
+    """Make `output` a copy of the merged folder with the new shards; the file that readers look for comes last.
+
+    Everything is written in `work` first, and then moved.
+    """
+    _write(work / REPORT, _report_text(report))
+    names = _output_names(checkpoint)
+    for name in names:
+        source = checkpoint.folder / name
+        if name == REPORT or name in new:
             continue
         if source.is_dir():
-            shutil.copytree(source, output / source.name)
+            shutil.copytree(source, work / name)
         else:
-            shutil.copy(source, output / source.name)
-    _write_report(output, report)
-    for shard in checkpoint.shards:
-        if shard in new:
-            os.replace(new[shard], output / shard)
-        else:
-            shutil.copy(checkpoint.folder / shard, output / shard)
-    if checkpoint.index is not None:
-        shutil.copy(checkpoint.folder / checkpoint.index, output / checkpoint.index)
+            shutil.copy(source, work / name)
+    moved: list[Path] = []
+    try:
+        for name in names:
+            moved.append(output / name)
+            os.replace(work / name, output / name)
+    except BaseException:
+        for path in reversed(moved):
+            _discard(path)
+        raise
+
+
+def discard_unfinished(checkpoint: Checkpoint, output: Path) -> None:
+    """Remove from `output` what an interrupted `write_output` moved there, the file that readers look for first."""
+    if (output / UNFINISHED).is_dir():
+        for name in reversed(_output_names(checkpoint)):
+            _discard(output / name)
+
+
+def _output_names(checkpoint: Checkpoint) -> list[str]:
+    weights = [*checkpoint.shards, *([checkpoint.index] if checkpoint.index is not None else [])]
+    others = sorted(entry.name for entry in checkpoint.folder.iterdir())
+    skipped = {*weights, REPORT, WORK, UNFINISHED}
+    return [*(name for name in others if name not in skipped and not WEIGHTS.fullmatch(name)), REPORT, *weights]
 
 
 def fingerprint(tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -225,26 +304,30 @@ def is_calibrated(checkpoint: Checkpoint) -> bool:
         return False
     try:
         marks = json.loads(path.read_text(encoding="utf-8"))["fingerprint"]
-        return all(fingerprint({name: checkpoint.read(name)})[name] == mark for name, mark in marks.items())
+        return bool(marks) and all(
+            name in checkpoint.tensors and fingerprint({name: checkpoint.read(name)})[name] == mark
+            for name, mark in marks.items()
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is not a report of ours ({error!r}); delete it if the folder holds a fresh merge."
         ) from error
 
 
-def _write_report(folder: Path, report: dict[str, Any]) -> None:
-    _replace_text(folder / REPORT, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+def _report_text(report: dict[str, Any]) -> str:
+    return json.dumps(report, indent=2, ensure_ascii=False) + "\n"
 
 
-def _replace_text(path: Path, text: str) -> None:
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    _sync(new)
-    os.replace(new, path)
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    _sync(path)
 
 
-def _incoming(folder: Path) -> list[Path]:
-    return [path for path in folder.glob(f"{INCOMING}*") if path.suffix in {".safetensors", ".bin", ".twin"}]
+def _discard(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _duplicate(source: Path, target: Path) -> None:

@@ -7,16 +7,18 @@ solve once. Each solves for the step from the anchor, which is exactly zero when
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from featcal_hf.errors import SolveError
-from featcal_hf.moments import InputMoments, NormMoments
+from featcal_hf.moments import NormMoments, TaskInput
 
 EPSILON = 1e-8
 ADAPTIVE_RIDGE = 0.1
 ADAPTIVE_NORM_RIDGE = 0.01
+WORK_ROWS = 1024
 
 
 def anchor(merged: Tensor, base: Tensor | None, rho: float) -> Tensor:
@@ -27,11 +29,19 @@ def anchor(merged: Tensor, base: Tensor | None, rho: float) -> Tensor:
     return start + (rho - 1.0) * (start - base.to(start.device).float())
 
 
-def task_weight(gram: Tensor, scale: str) -> float:
+@dataclass(frozen=True)
+class Linear:
+    """A linear module's parameters in one model: weight (d_out, d_in) and bias (d_out,) or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def task_weight(moments: TaskInput, width: int, scale: str) -> float:
     """ω_i: 1 / ‖G_i‖_F for scale 'frobenius' (the paper's), d_in / tr G_i for 'trace' (mean eigenvalue 1)."""
     if scale == "frobenius":
-        return 1.0 / max(float(torch.linalg.vector_norm(gram)), EPSILON)
-    return len(gram) / max(float(gram.trace()), EPSILON)
+        return 1.0 / max(moments.frobenius(), EPSILON)
+    return width / max(moments.trace(), EPSILON)
 
 
 class InputSystem:
@@ -40,16 +50,23 @@ class InputSystem:
     They share Σ ω_i G_i; each module has its own right-hand side. With anchor A and expert weight W_i
 
         W* = A + (Σ ω_i [(W_i - A) G_i + α W_i D_i]) (Σ ω_i G_i + (λ+ε) I)⁻¹                       (eq. 17)
-        b* = b_A + Σ ω_i [(W_i - A) μ_i + α W_i δ̄_i + b_i - b_A] / (Σ ω_i + λ) - (W* - A) Σ ω_i μ_i / (Σ ω_i + λ)
+        b* = b_A + (Σ ω_i [(W_i - A) μ_i + α W_i δ̄_i + b_i - b_A] - (W* - A) Σ ω_i μ_i) / (Σ ω_i + λ)
+
+    Weights are worked on some rows at a time, so that their float32 copies stay small.
 
     Args:
+        width: d_in.
         lambda_: λ; None for the adaptive ridge 0.1 · d_in / n, n = weighted tokens per task.
+        rho: ρ, the anchor blend.
         alpha: α, the target blend.
         scale: 'frobenius' or 'trace', see `task_weight`.
+        device: where the system lives.
     """
 
-    def __init__(self, width: int, lambda_: float | None, alpha: float, scale: str, device: torch.device) -> None:
-        self.width, self.alpha, self.scale = width, alpha, scale
+    def __init__(
+        self, width: int, lambda_: float | None, rho: float, alpha: float, scale: str, device: torch.device
+    ) -> None:
+        self.width, self.rho, self.alpha, self.scale = width, rho, alpha, scale
         self._lambda = lambda_
         self._tokens: list[float] = []
         self._gram = torch.zeros(width, width, device=device)
@@ -70,38 +87,41 @@ class InputSystem:
         """Weighted tokens of all tasks."""
         return sum(self._tokens)
 
-    def add_task(self, moments: InputMoments) -> float:
+    def add_task(self, moments: TaskInput) -> float:
         """Add a task's averaged Gram; returns its weight ω_i."""
-        omega = task_weight(moments.gram, self.scale)
+        omega = task_weight(moments, self.width, self.scale)
         self._tokens.append(moments.tokens)
-        self._gram.add_(moments.gram, alpha=omega)
+        moments.add_gram(self._gram, omega)
         self._mean.add_(moments.mean, alpha=omega)
         self._task_weights += omega
         return omega
 
     def add_module(
-        self,
-        name: str,
-        omega: float,
-        moments: InputMoments,
-        expert: Tensor,
-        anchor: Tensor,
-        expert_bias: Tensor | None,
-        anchor_bias: Tensor | None,
+        self, name: str, omega: float, moments: TaskInput, expert: Linear, merged: Linear, base: Linear | None
     ) -> None:
-        """Add one module's right-hand side for the task; weights (d_out, d_in), biases (d_out,) or None."""
-        expert = expert.to(self._gram.device).float()
-        gap = expert - anchor
-        residual = gap @ moments.gram
-        residual.add_(moments.moved(name, expert), alpha=self.alpha)
-        _accumulate(self._residuals, name, residual, omega)
-        if expert_bias is not None and anchor_bias is not None:
-            bias_residual = gap @ moments.mean + self.alpha * (expert @ moments.shift)
-            bias_residual += expert_bias.to(anchor_bias.device).float() - anchor_bias
-            _accumulate(self._bias_residuals, name, bias_residual, omega)
+        """Add one module's right-hand side for the task; `omega` is what `add_task` gave."""
+        device = self._gram.device
+        if name not in self._residuals:
+            self._residuals[name] = torch.zeros(merged.weight.shape, device=device)
+            self._bias_residuals[name] = torch.zeros(len(merged.weight), device=device)
+        for rows in _row_chunks(merged.weight):
+            target = expert.weight[rows].to(device).float()
+            gap = target - _anchor_rows(merged, base, rows, self.rho).to(device)
+            answer = moments.answer(name, rows, gap, target, self.alpha)
+            self._residuals[name][rows].add_(answer, alpha=omega)
+            bias_answer = gap @ moments.mean + self.alpha * (target @ moments.shift)
+            self._bias_residuals[name][rows].add_(bias_answer, alpha=omega)
+        bias_anchor = anchor_bias(merged, base, self.rho)
+        if bias_anchor is not None and expert.bias is not None:
+            gap = expert.bias.to(device).float() - bias_anchor.to(device)
+            self._bias_residuals[name].add_(gap, alpha=omega)
 
     def factor(self, where: str) -> None:
-        """Cholesky factor of Σ ω_i G_i + (λ+ε) I, in place; float64 where float32 is not enough."""
+        """Cholesky factor of Σ ω_i G_i + (λ+ε) I; float64 where float32 is not enough.
+
+        Raises:
+            SolveError: not positive definite in float64 either; `where` names the modules.
+        """
         self._gram.diagonal().add_(self.lambda_ + EPSILON)
         factor, info = torch.linalg.cholesky_ex(self._gram)
         if int(info) != 0:
@@ -114,16 +134,20 @@ class InputSystem:
             )
         self._gram = factor
 
-    def solve(self, name: str, anchor: Tensor, anchor_bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(W*, b*) of one module in float32, after `factor`. Frees its right-hand side."""
+    def solve(self, name: str, merged: Linear, base: Linear | None) -> Linear:
+        """W* and b* of one module in float32, after `factor`. Frees its right-hand side."""
         residual = self._residuals.pop(name)
         factor = self._gram
-        step = torch.cholesky_solve(residual.T.to(factor.device, factor.dtype), factor).T
-        step = step.to(residual.device, torch.float32)
-        if anchor_bias is None:
-            return anchor + step, None
-        bias_step = (self._bias_residuals.pop(name) - step @ self._mean) / (self._task_weights + self.lambda_)
-        return anchor + step, anchor_bias + bias_step
+        solution = torch.cholesky_solve(residual.T.to(factor.device, factor.dtype), factor).T
+        step = solution.to(residual.device, torch.float32)
+        bias_anchor = anchor_bias(merged, base, self.rho)
+        bias = None
+        if bias_anchor is not None:
+            bias_step = (self._bias_residuals[name] - step @ self._mean) / (self._task_weights + self.lambda_)
+            bias = bias_anchor.to(bias_step.device) + bias_step
+        for rows in _row_chunks(merged.weight):
+            step[rows] += _anchor_rows(merged, base, rows, self.rho).to(step.device)
+        return Linear(step, bias)
 
 
 class NormSystem:
@@ -174,8 +198,16 @@ def relative_step(new: Tensor, old: Tensor) -> float:
     return moved / size if size else (math.inf if moved else 0.0)
 
 
-def _accumulate(sums: dict[str, Tensor], name: str, value: Tensor, factor: float) -> None:
-    if name in sums:
-        sums[name].add_(value, alpha=factor)
-    else:
-        sums[name] = value.mul_(factor)
+def anchor_bias(merged: Linear, base: Linear | None, rho: float) -> Tensor | None:
+    """b_A in float32; None where the module has no bias to calibrate."""
+    if merged.bias is None:
+        return None
+    return anchor(merged.bias, None if base is None else base.bias, rho)
+
+
+def _anchor_rows(merged: Linear, base: Linear | None, rows: slice, rho: float) -> Tensor:
+    return anchor(merged.weight[rows], None if base is None else base.weight[rows], rho)
+
+
+def _row_chunks(weight: Tensor) -> list[slice]:
+    return [slice(start, start + WORK_ROWS) for start in range(0, len(weight), WORK_ROWS)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -39,13 +39,13 @@ def model_class(config: PretrainedConfig, folder: Path) -> type[PreTrainedModel]
             f"{folder} is quantised (config.json has quantization_config); calibration needs the full-precision "
             "model, name that one in the merge."
         )
-    if len(names) != 1 or not hasattr(transformers, names[0]):
+    found = getattr(transformers, names[0], None) if len(names) == 1 else None
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise CheckpointError(
             f"{folder}/config.json names the architectures {names}, expected one class of transformers "
             f"{transformers.__version__}; set `architectures` or install a transformers release that has it."
         )
-    cls: type[PreTrainedModel] = getattr(transformers, names[0])
-    return cls
+    return found
 
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -56,8 +56,11 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
     """
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder}/config.json can't be read by transformers: {error}") from error
+    except Exception as error:  # config classes run their own code on whatever the file says
+        raise CheckpointError(
+            f"{folder}/config.json can't be read by transformers {transformers.__version__}: {error}. Put back the "
+            "model's own, or install a transformers release that knows it."
+        ) from error
     return config
 
 
@@ -182,7 +185,7 @@ class StreamedModel:
                     tensors,
                     LoadStateDictConfig(
                         device_map={"": device},
-                        weight_mapping=get_model_conversion_mapping(self.module),
+                        weight_mapping=cast(Any, get_model_conversion_mapping(self.module)),
                         dtype=dtype,
                         dtype_plan=self.module._get_dtype_plan(dtype),
                     ),

@@ -19,9 +19,9 @@ from featcal_hf.modules import (
     reads_keys_or_values,
     stored_weight,
 )
-from featcal_hf.moments import InputMoments, NormMoments
+from featcal_hf.moments import NormMoments, TaskInput, task_input
 from featcal_hf.recipe import Settings
-from featcal_hf.solve import InputSystem, NormSystem, anchor, relative_step
+from featcal_hf.solve import InputSystem, Linear, NormSystem, anchor, relative_step
 from featcal_hf.tokens import counted, token_weights
 
 
@@ -127,12 +127,28 @@ def watched_names(block: nn.Module) -> list[str]:
 
 
 class TaskMoments:
-    """One task's moments of all inputs of a block."""
+    """One task's moments of all inputs of a block.
 
-    def __init__(self, plan: BlockPlan, expert: nn.Module, device: torch.device) -> None:
+    Args:
+        plan: what the block's modules read.
+        expert: the expert's block.
+        tokens: the block's own tokens in the task, at most.
+        encoder_tokens: the same for what its cross-attention reads.
+        device: where the moments live.
+    """
+
+    def __init__(
+        self, plan: BlockPlan, expert: nn.Module, tokens: int, encoder_tokens: int, device: torch.device
+    ) -> None:
         self.plan = plan
         self.groups = {
-            group: InputMoments(group.width, _narrow_weights(group, expert), device) for group in plan.groups
+            group: task_input(
+                group.width,
+                encoder_tokens if group.reads_encoder else tokens,
+                _narrow_weights(group, expert),
+                device,
+            )
+            for group in plan.groups
         }
         self.norms: dict[Norm, NormMoments] = {}
 
@@ -186,7 +202,7 @@ class TaskMoments:
                     "the expert and the merged model with a plain forward in float32."
                 )
 
-    def _named(self) -> Iterator[tuple[str, InputMoments | NormMoments]]:
+    def _named(self) -> Iterator[tuple[str, TaskInput | NormMoments]]:
         for group, moments in self.groups.items():
             yield "/".join(group.names), moments
         for norm, norm_moments in self.norms.items():
@@ -240,32 +256,27 @@ class BlockSystems:
     ) -> None:
         self.path, self.plan, self.merged, self.base, self.settings = path, plan, merged, base, settings
         self._device = next(merged.parameters()).device
+        self._rho = 1.0 if settings.rho is None else settings.rho
         self._inputs: dict[InputGroup, InputSystem] = {}
         self._norms = {norm: NormSystem(*self._norm_anchor(norm), settings.lambda_) for norm in plan.norms}
 
     def add_task(self, moments: TaskMoments, expert: nn.Module) -> None:
         """Add a task's averaged moments, freeing each as it is used."""
-        for group in self.plan.groups:
+        for group in sorted(self.plan.groups, key=lambda group: -group.width):
             group_moments = moments.groups.pop(group)
             if group not in self._inputs:
                 self._inputs[group] = InputSystem(
                     group.width,
                     self.settings.lambda_,
+                    self._rho,
                     self.settings.alpha,
                     str(self.settings.scale),
                     self._device,
                 )
             omega = self._inputs[group].add_task(group_moments)
             for name in group.names:
-                self._inputs[group].add_module(
-                    name,
-                    omega,
-                    group_moments,
-                    linear_weight(expert.get_submodule(name)),
-                    self._anchor(name),
-                    bias_of(expert.get_submodule(name)) if self.settings.bias else None,
-                    self._bias_anchor(name),
-                )
+                merged, base = self._linears(name)
+                self._inputs[group].add_module(name, omega, group_moments, self._linear(expert, name), merged, base)
         for norm, norm_moments in moments.norms.items():
             self._norms[norm].add_task(norm_moments, norm.gamma(expert), bias_of(expert.get_submodule(norm.name)))
 
@@ -283,12 +294,13 @@ class BlockSystems:
             system.factor(where)
             for name in group.names:
                 module = self.merged.get_submodule(name)
-                weight, bias = system.solve(name, self._anchor(name), self._bias_anchor(name))
-                old = linear_weight(module)
-                update.modules.append(ModuleUpdate(name, relative_step(weight, old), lambda_, system.tokens))
-                self._put(update, f"{name}.weight", stored_weight(module, weight))
-                if bias is not None:
-                    self._put(update, f"{name}.bias", bias.to(_dtype(module, "bias")))
+                merged, base = self._linears(name)
+                new = system.solve(name, merged, base)
+                step = relative_step(new.weight, merged.weight)
+                update.modules.append(ModuleUpdate(name, step, lambda_, system.tokens))
+                self._put(update, f"{name}.weight", stored_weight(module, new.weight))
+                if new.bias is not None:
+                    self._put(update, f"{name}.bias", new.bias.to(_dtype(module, "bias")))
         for norm, norm_system in self._norms.items():
             module = self.merged.get_submodule(norm.name)
             gamma, beta = norm_system.solve()
@@ -299,25 +311,19 @@ class BlockSystems:
                 self._put(update, f"{norm.name}.bias", beta.to(_dtype(module, "bias")))
         return update
 
-    def _anchor(self, name: str) -> Tensor:
-        base = None if self.base is None else linear_weight(self.base.get_submodule(name))
-        return anchor(linear_weight(self.merged.get_submodule(name)), base, float(self.settings.rho or 0.0))
+    def _linears(self, name: str) -> tuple[Linear, Linear | None]:
+        return self._linear(self.merged, name), None if self.base is None else self._linear(self.base, name)
 
-    def _bias_anchor(self, name: str) -> Tensor | None:
-        merged = bias_of(self.merged.get_submodule(name))
-        if merged is None or not self.settings.bias:
-            return None
-        base = None if self.base is None else bias_of(self.base.get_submodule(name))
-        return anchor(merged, base, float(self.settings.rho or 0.0))
+    def _linear(self, block: nn.Module, name: str) -> Linear:
+        module = block.get_submodule(name)
+        return Linear(linear_weight(module), bias_of(module) if self.settings.bias else None)
 
     def _norm_anchor(self, norm: Norm) -> tuple[Tensor, Tensor | None]:
-        rho = float(self.settings.rho or 0.0)
-        merged_beta = bias_of(self.merged.get_submodule(norm.name))
-        if self.base is None:
-            return norm.gamma(self.merged), anchor(merged_beta, None, rho) if merged_beta is not None else None
-        base_beta = bias_of(self.base.get_submodule(norm.name))
-        gamma = anchor(norm.gamma(self.merged), norm.gamma(self.base), rho)
-        return gamma, anchor(merged_beta, base_beta, rho) if merged_beta is not None else None
+        beta = bias_of(self.merged.get_submodule(norm.name))
+        base_gamma = None if self.base is None else norm.gamma(self.base)
+        base_beta = None if self.base is None else bias_of(self.base.get_submodule(norm.name))
+        gamma = anchor(norm.gamma(self.merged), base_gamma, self._rho)
+        return gamma, None if beta is None else anchor(beta, base_beta, self._rho)
 
     def _put(self, update: BlockUpdate, name: str, value: Tensor) -> None:
         if not bool(value.float().sum().isfinite()):

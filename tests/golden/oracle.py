@@ -176,9 +176,7 @@ def anchor(merged: nn.Module, base: nn.Module, rho: float) -> dict[str, Tensor]:
     return {k: rho * W + (1 - rho) * base.get_parameter(k) for k, W in merged.named_parameters()}
 
 
-def module_inputs(
-    model: nn.Module, block: str, batches: list[Batch], pooled: bool
-) -> dict[str, tuple[Tensor, Tensor]]:
+def module_inputs(model: nn.Module, block: str, batches: list[Batch], pooled: bool) -> dict[str, tuple[Tensor, Tensor]]:
     """Run the whole model; return the inputs (tokens, d_in) of each module of the block and their weights."""
     rows: dict[str, list[Tensor]] = {}
     weights: dict[str, list[Tensor]] = {}
@@ -194,9 +192,7 @@ def module_inputs(
 
     for batch in batches:
         hooks = [
-            module.register_forward_pre_hook(
-                lambda _, args, n=f"{block}.{k}", b=batch: collect(n, b, args[0])
-            )
+            module.register_forward_pre_hook(lambda _, args, n=f"{block}.{k}", b=batch: collect(n, b, args[0]))
             for k, module in model.get_submodule(block).named_modules()
             if isinstance(module, nn.Linear | nn.LayerNorm) or type(module).__name__.endswith("RMSNorm")
         ]

@@ -28,7 +28,9 @@ class Golden:
 
     def model(self, prefix: str) -> CLIPVisionModel:
         model = CLIPVisionModel(self.config).eval()
-        state = {name.removeprefix(f"{prefix}/"): t for name, t in self.tensors.items() if name.startswith(prefix + "/")}
+        state = {
+            name.removeprefix(f"{prefix}/"): t for name, t in self.tensors.items() if name.startswith(prefix + "/")
+        }
         model.load_state_dict(state, strict=True)
         return model
 
@@ -103,10 +105,10 @@ def near(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     return copy
 
 
-def padded_batches(seed: int) -> list[dict[str, torch.Tensor]]:
+def padded_batches(seed: int, count: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     batches = []
-    for _ in range(3):
+    for _ in range(count):
         ids = torch.randint(0, 61, (4, 20), generator=generator)
         mask = torch.ones_like(ids)
         for row, length in enumerate((20, 13, 7, 16)):
@@ -115,12 +117,13 @@ def padded_batches(seed: int) -> list[dict[str, torch.Tensor]]:
     return batches
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_a_padded_llama_agrees_with_the_float64_oracle(adaptive: bool) -> None:
+@pytest.mark.parametrize("batch_count", [3, 1], ids=["more tokens than inputs", "fewer tokens than the MLP's inputs"])
+@pytest.mark.parametrize("adaptive", [False, True], ids=["lambda 0.05", "adaptive"])
+def test_a_padded_llama_agrees_with_the_float64_oracle(adaptive: bool, batch_count: int) -> None:
     base = llama(0)
     experts = {"a": near(base, 1), "b": near(base, 2)}
     merged = near(base, 3)
-    batches = {"a": padded_batches(4), "b": padded_batches(5)}
+    batches = {"a": padded_batches(4, batch_count), "b": padded_batches(5, batch_count)}
     expected = oracle_calibrate(
         merged,
         base,
