@@ -155,7 +155,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        _fail("interrupted; the merged model is as it was.", INTERRUPTED)
+        _fail("interrupted; MODEL_DIR holds one whole model. Run the same command again.", INTERRUPTED)
 
 
 def _fail(message: str, code: int) -> None:
@@ -167,7 +167,7 @@ def _console(verbosity: int) -> Console:
     levels = {0: logging.WARNING, 1: logging.INFO}
     logging.basicConfig(level=levels.get(verbosity, logging.DEBUG))
     datasets.disable_progress_bars()
-    return Console()
+    return Console(markup=False, emoji=False)
 
 
 def _stages(console: Console, quiet: bool) -> Callable[[str], None]:
@@ -184,7 +184,7 @@ def _device(device: str | None, cuda: bool) -> str:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return accelerator.type if accelerator is not None else "cpu"
     try:
-        torch.empty(1, device=chosen)
+        torch.zeros(1, device=chosen).item()
     except (RuntimeError, AssertionError) as error:
         raise click.BadParameter(f"{chosen} can't be used here: {error}", param_hint="--device") from error
     return chosen

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergekit.common import ModelReference
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from featcal_hf.checkpoint import open_checkpoint, resolve
 from featcal_hf.errors import CheckpointError, RecipeError
@@ -42,9 +42,10 @@ def open_models(recipe: Recipe, folder: Path, cache_dir: str | None = None, trus
     Raises:
         CheckpointError: one can't be opened, is incomplete, or doesn't fit the merged model.
     """
+    checkpoint = open_checkpoint(folder)
     config = read_config(folder, trust_remote_code)
     cls = model_class(config, folder)
-    student = StreamedModel(open_checkpoint(folder), cls, config)
+    student = StreamedModel(checkpoint, cls, config)
     _check_complete(student, "merged model")
     if recipe.depth is not None and len(student.blocks) != recipe.depth:
         raise RecipeError(
@@ -55,7 +56,7 @@ def open_models(recipe: Recipe, folder: Path, cache_dir: str | None = None, trus
 
     def open_other(reference: ModelReference, label: str) -> StreamedModel:
         if reference not in opened:
-            opened[reference] = _open_reference(reference, cls, cache_dir, trust_remote_code)
+            opened[reference] = _open_reference(reference, student.module, cache_dir, trust_remote_code)
             _check_same_blocks(student, opened[reference], label)
             _check_complete(opened[reference], label, body_only=True)
         return opened[reference]
@@ -66,17 +67,30 @@ def open_models(recipe: Recipe, folder: Path, cache_dir: str | None = None, trus
 
 
 def _open_reference(
-    reference: ModelReference, cls: type[PreTrainedModel], cache_dir: str | None, trust_remote_code: bool
+    reference: ModelReference, merged: PreTrainedModel, cache_dir: str | None, trust_remote_code: bool
 ) -> StreamedModel:
     if reference.lora is not None:
         raise CheckpointError(
             f"expert {reference} is an adapter on a base, which can't be streamed yet; merge it into its base with "
             "PEFT's merge_and_unload, save that, and name the folder."
         )
-    folder, revision = resolve(reference, cache_dir)
-    config = read_config(folder, trust_remote_code)
-    model_class(config, folder)
-    return StreamedModel(open_checkpoint(folder, revision), cls, config)
+    checkpoint = open_checkpoint(*resolve(reference, cache_dir))
+    config = read_config(checkpoint.folder, trust_remote_code)
+    model_class(config, checkpoint.folder)
+    return StreamedModel(checkpoint, type(merged), _config_for(merged, config, checkpoint.folder))
+
+
+def _config_for(merged: PreTrainedModel, config: PretrainedConfig, folder: Path) -> PretrainedConfig:
+    """The config as the merged model's class takes it: the whole, or that of one tower (CLIP's images)."""
+    wanted = merged.config.model_type
+    parts: list[PretrainedConfig | None] = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    for part in parts:
+        if part is not None and part.model_type == wanted:
+            return part
+    raise CheckpointError(
+        f"{folder} is a {config.model_type} model, the merged model is a {wanted} ({type(merged).__name__}); name "
+        "a model of the same architecture."
+    )
 
 
 def _check_complete(model: StreamedModel, label: str, body_only: bool = False) -> None:
@@ -113,8 +127,8 @@ def _check_same_blocks(student: StreamedModel, other: StreamedModel, label: str)
         for name in sorted(names):
             if mine.get(name) != theirs.get(name):
                 raise CheckpointError(
-                    f"{label} {other.checkpoint.folder}: {name} in block {path} is {theirs.get(name, 'absent')}, in the "
-                    f"merged model it is {mine.get(name, 'absent')}; the models must have the same width and parts."
+                    f"{label} {other.checkpoint.folder}: {name} in block {path} is {theirs.get(name, 'absent')}, in "
+                    f"the merged model it is {mine.get(name, 'absent')}; the models must have the same width and parts."
                 )
 
 
