@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from featcal_hf.errors import SolveError
-from featcal_hf.moments import NormMoments, TaskInput
+from featcal_hf.moments import NormMoments, TaskInput, frobenius
 
 EPSILON = 1e-8
 ADAPTIVE_RIDGE = 0.1
@@ -193,8 +193,8 @@ class NormSystem:
 
 def relative_step(new: Tensor, old: Tensor) -> float:
     """‖new - old‖ / ‖old‖, the size of an update; 0 where both are zero."""
-    moved = float(torch.linalg.vector_norm(new.float() - old.float()))
-    size = float(torch.linalg.vector_norm(old.float()))
+    moved = frobenius(new.float() - old.float())
+    size = frobenius(old.float())
     return moved / size if size else (math.inf if moved else 0.0)
 
 
