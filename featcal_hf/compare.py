@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from featcal_hf.checkpoint import open_checkpoint, resolve
 from featcal_hf.errors import CheckpointError, RecipeError
+from featcal_hf.experts import AdaptedModel, Adapter, open_adapter
 from featcal_hf.recipe import Recipe
 from featcal_hf.streamed import StreamedModel, model_class, read_config
 
@@ -25,15 +26,26 @@ class Models:
     """
 
     student: StreamedModel
-    base: StreamedModel | None
-    experts: dict[ModelReference, StreamedModel]
+    base: StreamedModel | AdaptedModel | None
+    experts: dict[ModelReference, StreamedModel | AdaptedModel]
 
     def all(self) -> dict[str, StreamedModel]:
-        """Every model by a label for messages."""
-        models = {"merged model": self.student}
+        """Every checkpoint by a label for messages; an adapter's is that of its base."""
+        models: dict[str, StreamedModel | AdaptedModel] = {"merged model": self.student}
         if self.base is not None:
             models["base model"] = self.base
-        return models | {f"expert {reference}": model for reference, model in self.experts.items()}
+        models |= {f"expert {reference}": model for reference, model in self.experts.items()}
+        return {label: streamed_of(model) for label, model in models.items()}
+
+    def adapters(self) -> dict[str, Adapter]:
+        """The adapters by the same labels."""
+        labelled = [("base model", self.base), *((f"expert {name}", model) for name, model in self.experts.items())]
+        return {label: model.adapter for label, model in labelled if isinstance(model, AdaptedModel)}
+
+
+def streamed_of(model: StreamedModel | AdaptedModel) -> StreamedModel:
+    """The model itself, or the base that an adapter changes."""
+    return model.base if isinstance(model, AdaptedModel) else model
 
 
 def open_models(recipe: Recipe, folder: Path, cache_dir: str | None = None, trust_remote_code: bool = False) -> Models:
@@ -52,13 +64,17 @@ def open_models(recipe: Recipe, folder: Path, cache_dir: str | None = None, trus
             f"{recipe.path}: the recipe's slices make {recipe.depth} blocks, but {folder} has {len(student.blocks)}; "
             "a partial layer_range leaves blocks without a counterpart, merge whole models to calibrate."
         )
-    opened: dict[ModelReference, StreamedModel] = {}
+    opened: dict[ModelReference, StreamedModel | AdaptedModel] = {}
 
-    def open_other(reference: ModelReference, label: str) -> StreamedModel:
+    def open_other(reference: ModelReference, label: str) -> StreamedModel | AdaptedModel:
         if reference not in opened:
-            opened[reference] = _open_reference(reference, student.module, cache_dir, trust_remote_code)
-            _check_same_blocks(student, opened[reference], label)
-            _check_complete(opened[reference], label, body_only=True)
+            model = _open_reference(reference, student.module, cache_dir, trust_remote_code)
+            _check_same_blocks(student, model, label)
+            _check_complete(model, label, body_only=True)
+            opened[reference] = model
+            if reference.lora is not None:
+                lora, _ = resolve(ModelReference(model=reference.lora), cache_dir)
+                opened[reference] = AdaptedModel(model, open_adapter(lora))
         return opened[reference]
 
     base = open_other(recipe.base, f"base model {recipe.base}") if recipe.base is not None else None
@@ -69,11 +85,6 @@ def open_models(recipe: Recipe, folder: Path, cache_dir: str | None = None, trus
 def _open_reference(
     reference: ModelReference, merged: PreTrainedModel, cache_dir: str | None, trust_remote_code: bool
 ) -> StreamedModel:
-    if reference.lora is not None:
-        raise CheckpointError(
-            f"expert {reference} is an adapter on a base, which can't be streamed yet; merge it into its base with "
-            "PEFT's merge_and_unload, save that, and name the folder."
-        )
     checkpoint = open_checkpoint(*resolve(reference, cache_dir))
     config = read_config(checkpoint.folder, trust_remote_code)
     model_class(config, checkpoint.folder)

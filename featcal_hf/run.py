@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from featcal_hf.calibrate import BlockReport, OnStep, calibrate_blocks
 from featcal_hf.checkpoint import check_finite
-from featcal_hf.compare import Models, open_models
+from featcal_hf.compare import Models, open_models, streamed_of
 from featcal_hf.data import TaskData, load_task
 from featcal_hf.errors import CheckpointError
 from featcal_hf.modules import linear_names, norms_of
@@ -129,6 +129,8 @@ def prepare(
     on_stage("looking for NaN in the weights")
     for label, model in models.all().items():
         check_finite(model.checkpoint, label)
+    for label, adapter in models.adapters().items():
+        adapter.check_finite(label)
     return Prepared(read, settings, models, data, None if output is None else Path(output))
 
 
@@ -256,11 +258,11 @@ def calibrate_prepared(
 
 def _load(task: Any, recipe: Recipe, models: Models, random_seed: int | None, trust_remote_code: bool) -> TaskData:
     chosen = task if random_seed is None else task.model_copy(update={"seed": random_seed})
-    others = [models.base.checkpoint.folder] if models.base is not None else []
+    others = [streamed_of(models.base).checkpoint.folder] if models.base is not None else []
     return load_task(
         chosen,
         student_path=str(models.student.checkpoint.folder),
-        expert_path=str(models.experts[task.model].checkpoint.folder),
+        expert_path=str(streamed_of(models.experts[task.model]).checkpoint.folder),
         processor_paths=[str(folder) for folder in others],
         encoder_decoder=bool(models.student.module.config.is_encoder_decoder),
         max_positions=_max_positions(models.student.module),
@@ -315,11 +317,13 @@ def _source(student: StreamedModel, path: str, name: str) -> str:
 
 
 def _report(prepared: Prepared, blocks: list[BlockReport], seconds: float) -> RunReport:
+    adapters = prepared.models.adapters()
     return RunReport(
         prepared.recipe,
         prepared.settings,
         {
             label: {"folder": str(model.checkpoint.folder), "revision": model.checkpoint.revision}
+            | ({"adapter": str(adapters[label].folder)} if label in adapters else {})
             for label, model in prepared.models.all().items()
         },
         {
