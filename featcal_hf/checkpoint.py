@@ -219,7 +219,7 @@ def read_index(folder: Path, index: str) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / index} lists no tensors; make or download the checkpoint again.")
     for shard in weight_map.values():
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".."):
             raise CheckpointError(
                 f"{folder / index} names the file {shard!r}; a shard must lie in the checkpoint's own folder."
             )
