@@ -101,6 +101,7 @@ class AdaptedModel:
     def __init__(self, base: StreamedModel, adapter: Adapter) -> None:
         self.base, self.adapter = base, adapter
         self.module: PreTrainedModel = base.module
+        self._open: set[str] = set()
         self._check_names()
         in_blocks = tuple(f"{real}." for real in base.block_names.values())
         outer = [name for name in adapter.names if not name.startswith(in_blocks)]
@@ -132,7 +133,10 @@ class AdaptedModel:
 
     @contextmanager
     def block(self, path: str, device: torch.device) -> Iterator[nn.Module]:
-        """The block at a canonical path with the adapter merged into it, on `device`."""
+        """The block at a canonical path with the adapter merged into it, on `device`; see `StreamedModel.block`."""
+        if path in self._open:
+            yield self.base.blocks[path]
+            return
         real = self.base.block_names[path]
         own = [name for name in self.adapter.names if name.startswith(f"{real}.")]
         with self.base.block(path, device) as block:
@@ -140,7 +144,11 @@ class AdaptedModel:
                 yield block
                 return
             with self._merged({real: block}, own):
-                yield block
+                self._open.add(path)
+                try:
+                    yield block
+                finally:
+                    self._open.remove(path)
 
     @contextmanager
     def _merged(self, modules: dict[str, nn.Module], names: list[str]) -> Iterator[None]:

@@ -80,24 +80,26 @@ def calibrate_model(
             f"({', '.join(batches)}); give each task one expert and its batches."
         )
     student = ResidentModel(merged)
-    others = {"base": base, **experts}
+    others = {f"expert {name}": expert for name, expert in experts.items()}
+    if base is not None:
+        others["base"] = base
+    resident = {id(model): ResidentModel(model) for model in others.values()}
     for name, model in others.items():
-        if model is not None:
-            _check_same_blocks(student, ResidentModel(model), name)
-            if model is merged:
-                raise CheckpointError(f"{name} is the merged model itself; calibration would change both, give a copy.")
-    models = [merged, *(model for model in others.values() if model is not None)]
+        _check_same_blocks(student, resident[id(model)], name)
+        if model is merged:
+            raise CheckpointError(f"{name} is the merged model itself; calibration would change both, give a copy.")
+    models = [merged, *others.values()]
     training = [model.training for model in models]
     for model in models:
         model.eval()
     try:
         blocks = calibrate_blocks(
             student,
-            ResidentModel(base) if base is not None else None,
+            resident[id(base)] if base is not None else None,
             [
                 CalibrationTask(
                     name,
-                    ResidentModel(expert),
+                    resident[id(expert)],
                     [(batch, batch) for batch in batches[name]],
                     [(batch, batch) for batch in held_out.get(name, [])],
                 )

@@ -44,6 +44,7 @@ class ResidentModel:
     def __init__(self, module: PreTrainedModel) -> None:
         self.module = module
         self._blocks = find_blocks(module)
+        self._open: set[str] = set()
 
     def block_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Shape of each parameter of each block."""
@@ -63,11 +64,16 @@ class ResidentModel:
 
     @contextmanager
     def block(self, path: str, device: torch.device) -> Iterator[nn.Module]:
-        """The block, moved to `device` and back to where it was."""
+        """The block, moved to `device` and back to where it was; inside an open one, that one again."""
         block = self._blocks[path]
+        if path in self._open:
+            yield block
+            return
         home = next(block.parameters()).device
         block.to(device)
+        self._open.add(path)
         try:
             yield block
         finally:
+            self._open.remove(path)
             block.to(home)

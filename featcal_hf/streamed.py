@@ -83,6 +83,7 @@ class StreamedModel:
         self.blocks = find_blocks(self.module)
         self.block_names = _real_paths(self.module, self.blocks)
         self._empty = _all_parameters(self.module)
+        self._open: set[str] = set()
         self.sources, self.converted = self._match()
         self._by_block = {path: self._within(f"{real}.") for path, real in self.block_names.items()}
         in_blocks = {name for names in self._by_block.values() for name in names}
@@ -140,14 +141,19 @@ class StreamedModel:
 
     @contextmanager
     def block(self, path: str, device: torch.device) -> Iterator[nn.Module]:
-        """The block at a canonical path with its weights on `device`."""
+        """The block at a canonical path with its weights on `device`; inside an open one, that one again."""
+        if path in self._open:
+            yield self.blocks[path]
+            return
         self._load(self._by_block[path], device)
         block = self.blocks[path]
         for buffer_owner, name, buffer in _all_buffers(block):
             buffer_owner._buffers[name] = buffer.to(device)
+        self._open.add(path)
         try:
             yield block
         finally:
+            self._open.remove(path)
             self._unload(f"{self.block_names[path]}.")
 
     def _match(self) -> tuple[dict[str, str], set[str]]:
