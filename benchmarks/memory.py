@@ -40,17 +40,18 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", default=["1b:2:16", "1b:4:16", "1b:2:32"], help="shape:experts:blocks")
     parser.add_argument("--work-dir", type=Path, help="where the models go; needs room for all of a run's models")
     arguments = parser.parse_args()
-    print(f"{'shape':>6} {'experts':>7} {'blocks':>6} {'peak GiB':>9} {'seconds':>8} {'read GB':>8} {'model GB':>8}", flush=True)
+    print(
+        f"{'shape':>6} {'experts':>7} {'blocks':>6} {'peak GiB':>9} {'seconds':>8} {'read GB':>8} {'model GB':>8}",
+        flush=True,
+    )
     for run in arguments.runs:
         shape, experts, blocks = run.split(":")
         with tempfile.TemporaryDirectory(dir=arguments.work_dir) as folder:
             recipe, merged = build(Path(folder), shape, int(experts), int(blocks))
             peak, seconds, read = measure(recipe, merged)
             size = sum(file.stat().st_size for file in merged.glob("*.safetensors"))
-        print(
-            f"{shape:>6} {experts:>7} {blocks:>6} {peak / 2**30:9.2f} {seconds:8.1f} {read / 1e9:8.1f} {size / 1e9:8.1f}",
-            flush=True,
-        )
+        sizes = f"{peak / 2**30:9.2f} {seconds:8.1f} {read / 1e9:8.1f} {size / 1e9:8.1f}"
+        print(f"{shape:>6} {experts:>7} {blocks:>6} {sizes}", flush=True)
 
 
 def build(folder: Path, shape: str, experts: int, blocks: int) -> tuple[Path, Path]:

@@ -5,8 +5,8 @@
     python benchmarks/smollm2.py --lora --weight 1.0 --samples 64
     python benchmarks/smollm2.py --featcal '{"lambda": 1e-5, "rho": 0.5, "alpha": 0.15}'
 
-Experts are fine-tuned from the base for a few steps each: Python's standard library, names of Unicode characters, Chinese
-reviews. Merged with mergekit-yaml, calibrated with featcal-hf, compared by loss on rows that neither step has seen.
+Experts are fine-tuned from the base for a few steps each: Python's standard library, names of Unicode characters,
+Chinese reviews. Merged with mergekit-yaml, calibrated with featcal-hf, compared by loss on rows that neither has seen.
 The merge weight's default was chosen on validation rows (`--validation` reports on those).
 """
 

@@ -48,7 +48,7 @@ def slices(root: Path) -> str:
     def sources(start: int, end: int) -> str:
         return "".join(
             f"      - {{model: {root / name}, layer_range: [{start}, {end}], parameters: {{weight: 0.5}}}}\n"
-            for name in "ab"
+            for name in ("base", "a", "b")
         )
 
     return (
