@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 help:
 	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' Makefile
 
-demo: $(VENV)/.test ## merge and calibrate tiny models, write a report: no download, a minute
+demo: $(VENV)/.test ## train, merge and calibrate small real models, offline: about two minutes
 	$(BIN)/featcal-hf demo
 
 test: $(VENV)/.test ## the fast tests

@@ -10,16 +10,13 @@ from rich.console import Console
 from featcal_hf import demo_texts
 from featcal_hf.demo import (
     DemoResult,
-    DemoSettings,
     DomainLosses,
     demo,
-    evaluate,
-    new_model,
     recipe_text,
     show_result,
-    train_expert,
 )
 from featcal_hf.demo_texts import load_domains, tokenize, train_tokenizer
+from featcal_hf.demo_training import DemoSettings, evaluate, new_model, train_expert
 from featcal_hf.errors import CheckpointError, DataError
 
 TINY = DemoSettings(
