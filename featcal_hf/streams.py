@@ -125,21 +125,23 @@ class TaskStreams:
         for pair in self.calibration:
             student_run = run_block_watched(block, _call(pair.student, device), plan.watched)
             expert_run = run_block_watched(expert_block, _call(pair.expert, device), plan.watched)
-            pair.expert_output = expert_run.output
+            pair.expert_output = _at_home(pair.expert, expert_run.output)
             mask = own_mask(stream, pair.inputs)
             moments.add(student_run, expert_run, block, mask, pair.inputs.tokens)
         for pair in self.holdout:
             if pair.merged is None:
                 continue
             expert_call = _call(pair.expert, device)
-            pair.expert_output = run_block(expert_block, expert_call)
-            pair.merged_output = run_block(block, _call(pair.merged, device))
+            expert_output = run_block(expert_block, expert_call)
+            merged_output = run_block(block, _call(pair.merged, device))
             self.before.add(
-                first_tensor(pair.merged_output),
-                first_tensor(pair.expert_output),
+                first_tensor(merged_output),
+                first_tensor(expert_output),
                 first_tensor(run_block(block, expert_call)),
                 own_mask(stream, pair.inputs),
             )
+            pair.expert_output = _at_home(pair.expert, expert_output)
+            pair.merged_output = _at_home(pair.merged, merged_output)
         return moments
 
     def _most_tokens(self, stream: str, device: torch.device) -> tuple[int, int]:
@@ -155,11 +157,11 @@ class TaskStreams:
     def pass_through(self, block: nn.Module, stream: str, device: torch.device) -> None:
         """Run the student's tokens through the new block."""
         for pair in self.pairs():
-            pair.student_output = run_block(block, _call(pair.student, device))
+            pair.student_output = _at_home(pair.student, run_block(block, _call(pair.student, device)))
         for pair in self.holdout:
             self.after.add(
-                first_tensor(pair.student_output),
-                first_tensor(pair.expert_output),
+                first_tensor(pair.student_output).to(device),
+                first_tensor(pair.expert_output).to(device),
                 first_tensor(run_block(block, _call(pair.expert, device))),
                 own_mask(stream, pair.inputs),
             )
@@ -167,16 +169,16 @@ class TaskStreams:
     def resume_students(self) -> None:
         """Send the student's and the merged model's forwards on to their next block."""
         for pair in self.pairs():
-            _resume(pair.student, pair.student_output)
+            pair.student.resume(pair.student_output)
             pair.student_output = None
             if pair.merged is not None:
-                _resume(pair.merged, pair.merged_output)
+                pair.merged.resume(pair.merged_output)
                 pair.merged_output = None
 
     def resume_experts(self) -> None:
         """Send the expert's forwards on to their next block."""
         for pair in self.pairs():
-            _resume(pair.expert, pair.expert_output)
+            pair.expert.resume(pair.expert_output)
             pair.expert_output = None
 
     def drift(self) -> tuple[Drift, Drift]:
@@ -206,8 +208,8 @@ def _call(run: ParkedForward, device: torch.device) -> Call:
     return run.call.on(device)
 
 
-def _resume(run: ParkedForward, output: Any) -> None:
+def _at_home(run: ParkedForward, output: Any) -> Any:
+    """A block's output where the forward wants it; it waits there while other batches are on the device."""
     if run.call is None:
         raise DataError("a forward ended before the others; give every batch the same kinds of inputs.")
-    home = run.call.hidden_states.device
-    run.resume(Call("", (output,), {}).on(home).args[0])
+    return Call("", (output,), {}).on(run.call.hidden_states.device).args[0]
