@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from featcal_hf.modules import linear_names, linear_weight, norms_of
+from featcal_hf.moments import FEW_TOKENS
 from featcal_hf.recipe import Settings
+from featcal_hf.solve import WORK_ROWS
 from featcal_hf.streamed import StreamedModel
 
 RUNTIME_BYTES = 600_000_000
@@ -95,7 +97,7 @@ def make_plan(
         norms,
         kept,
         dict(tokens),
-        RUNTIME_BYTES + max(_block_memory(shape, total, batch_tokens) for shape in shapes),
+        RUNTIME_BYTES + max(_block_memory(shape, total, len(tokens), batch_tokens) for shape in shapes),
         disk_bytes,
         sum(_block_flops(shape, total, len(tokens)) for shape in shapes),
     )
@@ -116,14 +118,16 @@ def _weight(block: nn.Module, name: str) -> Tensor:
     return linear_weight(block.get_submodule(name))
 
 
-def _block_memory(shape: BlockShape, tokens: int, batch_tokens: int) -> int:
-    open_blocks = 3 * shape.stored
-    grams = 3 * sum(width * width for width in shape.inputs)
-    sides = sum(rows * width for rows, width in shape.linears)
-    largest = max((rows * width for rows, width in shape.linears), default=0)
-    hidden = 2 * tokens * max(shape.inputs, default=0)
+def _block_memory(shape: BlockShape, tokens: int, tasks: int, batch_tokens: int) -> int:
+    task_tokens = tokens // tasks
+    systems = sum(width * width for width in shape.inputs) + sum(rows * width for rows, width in shape.linears)
+    moments = sum(
+        2 * task_tokens * width if task_tokens <= FEW_TOKENS * width else 2 * width * width for width in shape.inputs
+    )
+    work = 4 * WORK_ROWS * max((width for _, width in shape.linears), default=0)
+    hidden = 2 * tokens * min(shape.inputs, default=0)
     activations = 4 * batch_tokens * sum(shape.inputs)
-    return open_blocks + shape.stored + FLOAT32_BYTES * (grams + sides + 2 * largest + hidden + activations)
+    return 4 * shape.stored + FLOAT32_BYTES * (systems + moments + work + hidden + activations)
 
 
 def _block_flops(shape: BlockShape, tokens: int, tasks: int) -> float:
