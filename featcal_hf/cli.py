@@ -15,6 +15,7 @@ from rich.console import Console
 
 from featcal_hf import __version__
 from featcal_hf.errors import FeatCalError, RecipeError
+from featcal_hf.mapping import read_mapping
 from featcal_hf.progress import step_progress
 from featcal_hf.run import Prepared, calibrate, plan_of, prepare
 from featcal_hf.summary import show_plan, show_result
@@ -38,6 +39,13 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.argument("recipe", type=click.Path(path_type=Path)),
         click.argument("model_dir", type=click.Path(path_type=Path)),
         click.option("--output", type=click.Path(path_type=Path), help="Write the result to a new folder."),
+        click.option(
+            "--map",
+            "mapped",
+            multiple=True,
+            metavar="ID=PATH",
+            help="Read a model or dataset of the recipe from a local path; or a YAML or JSON file of ids and paths.",
+        ),
         click.option("--transformers-cache", "cache_dir", help="Override storage path for downloaded models."),
         click.option(
             "--trust-remote-code/--no-trust-remote-code",
@@ -71,6 +79,7 @@ def calibrate_command(
     recipe: Path,
     model_dir: Path,
     output: Path | None,
+    mapped: tuple[str, ...],
     cache_dir: str | None,
     trust_remote_code: bool,
     random_seed: int | None,
@@ -99,6 +108,7 @@ def calibrate_command(
             cache_dir=cache_dir,
             trust_remote_code=trust_remote_code,
             random_seed=random_seed,
+            mapping=read_mapping(mapped),
             on_stage=_stages(console, quiet),
             on_prepared=show,
             on_step=on_step,
@@ -114,6 +124,7 @@ def check_command(
     recipe: Path,
     model_dir: Path,
     output: Path | None,
+    mapped: tuple[str, ...],
     cache_dir: str | None,
     trust_remote_code: bool,
     random_seed: int | None,
@@ -129,6 +140,7 @@ def check_command(
         cache_dir=cache_dir,
         trust_remote_code=trust_remote_code,
         random_seed=random_seed,
+        mapping=read_mapping(mapped),
         on_stage=_stages(console, quiet),
     )
     show_plan(console, prepared, plan_of(prepared))

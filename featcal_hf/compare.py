@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from featcal_hf.checkpoint import open_checkpoint, resolve
 from featcal_hf.errors import CheckpointError, RecipeError
 from featcal_hf.experts import AdaptedModel, Adapter, open_adapter
+from featcal_hf.mapping import locate_model
 from featcal_hf.recipe import Recipe
 from featcal_hf.streamed import StreamedModel, model_class, read_config
 
@@ -48,7 +50,13 @@ def streamed_of(model: StreamedModel | AdaptedModel) -> StreamedModel:
     return model.base if isinstance(model, AdaptedModel) else model
 
 
-def open_models(recipe: Recipe, folder: Path, cache_dir: str | None = None, trust_remote_code: bool = False) -> Models:
+def open_models(
+    recipe: Recipe,
+    folder: Path,
+    cache_dir: str | None = None,
+    trust_remote_code: bool = False,
+    mapping: Mapping[str, str] | None = None,
+) -> Models:
     """Open the merged, base and expert checkpoints of a recipe and compare their tensor tables.
 
     Raises:
@@ -68,12 +76,13 @@ def open_models(recipe: Recipe, folder: Path, cache_dir: str | None = None, trus
 
     def open_other(reference: ModelReference, label: str) -> StreamedModel | AdaptedModel:
         if reference not in opened:
-            model = _open_reference(reference, student.module, cache_dir, trust_remote_code)
+            located = locate_model(reference, mapping or {})
+            model = _open_reference(located, student.module, cache_dir, trust_remote_code)
             _check_same_blocks(student, model, label)
             _check_complete(model, label, body_only=True)
             opened[reference] = model
-            if reference.lora is not None:
-                lora, _ = resolve(ModelReference(model=reference.lora), cache_dir)
+            if located.lora is not None:
+                lora, _ = resolve(ModelReference(model=located.lora), cache_dir)
                 opened[reference] = AdaptedModel(model, open_adapter(lora))
         return opened[reference]
 

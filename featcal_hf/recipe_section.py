@@ -36,13 +36,18 @@ def _number(value: object) -> object:
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
+def _columns(text: str) -> dict[str, str]:
+    """The fields of a template, each with the column that it names."""
+    fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
+    return {field: re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields}
+
+
 def _template(text: str) -> str:
     try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
+        columns = _columns(text)
     except ValueError as error:
         raise ValueError(f"which is not a template ({error})") from error
-    for field in fields:
-        column = re.split(r"[.\[]", field, maxsplit=1)[0]
+    for field, column in columns.items():
         if not column or column.isdigit():
             raise ValueError(f"where {{{field}}} names no column")
     return text
@@ -51,6 +56,7 @@ def _template(text: str) -> str:
 _Float = Annotated[float, BeforeValidator(_number)]
 _Column = Annotated[str, Field(min_length=1)]
 _Template = Annotated[str, Field(min_length=1), AfterValidator(_template)]
+_Words = Annotated[dict[_Column, Annotated[dict[int | str, str], Field(min_length=1)]], Field(min_length=1)]
 
 
 def needs_base(rho: float | None) -> str:
@@ -167,6 +173,7 @@ class Task(Sampling):
         text: name of the column with plain text.
         prompt: template of what the model reads; `{column}` is a column's value, `{column:.1f}` formats it.
         completion: template of what the model answers.
+        words: column -> value -> the word that stands for it in the templates, as for class labels.
         messages: name of the column with chat turns.
         image: name of the column with images; with `text`, both towers of a CLIP are calibrated.
 
@@ -185,6 +192,10 @@ class Task(Sampling):
     completion: _Template | None = Field(
         default=None, description="text with {column} in it ({{ and }} are plain braces)"
     )
+    words: _Words | None = Field(
+        default=None,
+        description='a mapping like {label: {0: "no", 1: "yes"}}, every word as text (YAML reads a bare no as false)',
+    )
     messages: _Column | None = Field(default=None, description="the name of a column, as text")
     image: _Column | None = Field(default=None, description="the name of a column, as text")
 
@@ -194,4 +205,14 @@ class Task(Sampling):
         if given not in _SOURCE_CHOICES:
             found = f"has {' and '.join(given)}, which don't go together" if given else "names nothing to read"
             raise ValueError(f"{found}; {_SOURCE_ADVICE}.")
+        return self
+
+    @model_validator(mode="after")
+    def _words_stand_for_columns(self) -> Task:
+        templates = [text for text in (self.prompt, self.completion) if text is not None]
+        read = [column for text in templates for column in _columns(text).values()]
+        for column in self.words or {}:
+            if column not in read:
+                found = ", ".join(dict.fromkeys(read)) or "nothing"
+                raise ValueError(f"has words for {column!r}, which its templates don't read (they read {found}).")
         return self

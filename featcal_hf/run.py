@@ -20,9 +20,10 @@ from featcal_hf.checkpoint import check_finite
 from featcal_hf.compare import Models, open_models, streamed_of
 from featcal_hf.data import TaskData, load_task
 from featcal_hf.errors import CheckpointError
+from featcal_hf.mapping import check_mapping, locate_dataset
 from featcal_hf.modules import linear_names, norms_of
 from featcal_hf.plan import Plan, make_plan
-from featcal_hf.recipe import Recipe, Settings, read_recipe
+from featcal_hf.recipe import Recipe, Settings, Task, read_recipe
 from featcal_hf.save import (
     UNFINISHED,
     WORK,
@@ -102,6 +103,7 @@ def prepare(
     cache_dir: str | None = None,
     trust_remote_code: bool = False,
     random_seed: int | None = None,
+    mapping: Mapping[str, str] | None = None,
     on_stage: OnStage = lambda stage: None,
 ) -> Prepared:
     """Do everything that can fail before the first forward.
@@ -111,13 +113,14 @@ def prepare(
     """
     read = read_recipe(recipe)
     settings = read.settings.resolved(read.base is not None)
+    check_mapping(mapping or {}, read)
     folder = Path(model_dir)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; run `mergekit-yaml {recipe} {folder}` first.")
     if output is not None:
         check_output(Path(output), folder)
     on_stage("opening checkpoints")
-    models = open_models(read, folder, cache_dir, trust_remote_code)
+    models = open_models(read, folder, cache_dir, trust_remote_code, mapping)
     if is_calibrated(models.student.checkpoint):
         raise CheckpointError(
             f"{folder} has been calibrated already (featcal.json speaks of these weights); merge again with "
@@ -125,7 +128,7 @@ def prepare(
         )
     check_space(Path(output) if output is not None else folder, _bytes_to_write(models.student, output is not None))
     on_stage("reading the tasks' examples")
-    data = [_load(task, read, models, random_seed, trust_remote_code) for task in read.tasks]
+    data = [_load(task, models, random_seed, trust_remote_code, mapping or {}) for task in read.tasks]
     on_stage("looking for NaN in the weights")
     for label, model in models.all().items():
         check_finite(model.checkpoint, label)
@@ -159,6 +162,7 @@ def calibrate(
     cache_dir: str | None = None,
     trust_remote_code: bool = False,
     random_seed: int | None = None,
+    mapping: Mapping[str, str] | None = None,
     on_stage: OnStage = lambda stage: None,
     on_prepared: Callable[[Prepared], None] = lambda prepared: None,
     on_step: OnStep = lambda step: None,
@@ -173,6 +177,8 @@ def calibrate(
         cache_dir: storage for downloaded models, as mergekit's `--transformers-cache`.
         trust_remote_code: let models and tokenizers run code of their repository.
         random_seed: replaces every task's `seed`.
+        mapping: ids of models and datasets in the recipe -> local paths to read instead; `id@revision` is one
+            revision, `id:name` one configuration of a dataset. The report keeps the ids.
         on_stage: called with the name of each stage of preparation.
         on_prepared: called once everything has been checked.
         on_step: called before each step, see `Step`.
@@ -195,6 +201,7 @@ def calibrate(
         cache_dir=cache_dir,
         trust_remote_code=trust_remote_code,
         random_seed=random_seed,
+        mapping=mapping,
         on_stage=on_stage,
     )
     on_prepared(prepared)
@@ -256,11 +263,14 @@ def calibrate_prepared(
     return report
 
 
-def _load(task: Any, recipe: Recipe, models: Models, random_seed: int | None, trust_remote_code: bool) -> TaskData:
+def _load(
+    task: Task, models: Models, random_seed: int | None, trust_remote_code: bool, mapping: Mapping[str, str]
+) -> TaskData:
     chosen = task if random_seed is None else task.model_copy(update={"seed": random_seed})
     others = [streamed_of(models.base).checkpoint.folder] if models.base is not None else []
     return load_task(
         chosen,
+        dataset=locate_dataset(task.dataset, mapping),
         student_path=str(models.student.checkpoint.folder),
         expert_path=str(streamed_of(models.experts[task.model]).checkpoint.folder),
         processor_paths=[str(folder) for folder in others],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -97,6 +97,7 @@ def read_content(task: Task, row: Row, *, folder: Path, encoder_decoder: bool, r
     if task.text is not None:
         text = _string(task.text, row[task.text])
     elif task.prompt is not None:
+        row = _with_words(row, task.words or {})
         text = _fill(task.prompt, row)
         target = None if task.completion is None else _fill(task.completion, row)
         if text is None or (task.completion is not None and target is None):
@@ -137,6 +138,19 @@ def _template_columns(setting: str, template: str) -> list[str]:
             )
         names += [name, *_template_columns(setting, spec or "")]
     return names
+
+
+def _with_words(row: Row, words: Mapping[str, Mapping[int | str, str]]) -> Row:
+    """The row with the words that stand for its values, class labels for instance."""
+    replaced = {}
+    for column, known in words.items():
+        value = row[column]
+        if value is not None and (not isinstance(value, int | str) or value not in known):
+            raise DataError(
+                f"column {column!r} holds {value!r}, and `words` has only {', '.join(map(repr, known))}; add it there"
+            )
+        replaced[column] = value if value is None else known[value]
+    return {**row, **replaced}
 
 
 def _fill(template: str, row: Row) -> str | None:

@@ -17,7 +17,7 @@ from featcal_hf.data.tokenizing import Encoding, TextEncoder, chat_renderer, che
 from featcal_hf.errors import DataError
 
 if TYPE_CHECKING:
-    from featcal_hf.recipe import Task
+    from featcal_hf.recipe import DatasetSpec, Task
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class _Encoder:
 def load_task(
     task: Task,
     *,
+    dataset: DatasetSpec | None = None,
     student_path: str,
     expert_path: str,
     processor_paths: Sequence[str] = (),
@@ -103,14 +104,15 @@ def load_task(
     of other content are held out. Both models are given the same texts and pixels. Texts are cut on the right
     to the least of the task's `max_length`, `max_positions` and what the tokenizers say, and padded there.
 
-    The record holds: `dataset` (fields as given), `kind`, `fingerprint`, `commit`; `calibration_rows`,
-    `holdout_rows`, `calibration_indices`, `holdout_indices` (None for a stream), `sha256` over the texts and
-    pixels of the rows used, calibration first; `tokens` and `holdout_tokens` (of the attention masks),
-    `target_tokens` (labels of the calibration rows), `longest` (tokens), `truncated_rows`, `empty_rows`
+    The record holds: `dataset` (fields as given), `read_from` (its path), `kind`, `fingerprint`, `commit`;
+    `calibration_rows`, `holdout_rows`, `calibration_indices`, `holdout_indices` (None for a stream), `sha256`
+    over the texts and pixels of the rows used, calibration first; `tokens` and `holdout_tokens` (of the attention
+    masks), `target_tokens` (labels of the calibration rows), `longest` (tokens), `truncated_rows`, `empty_rows`
     (passed over), `duplicate_rows` (not held out), `tokenizers`, `processor`, `warnings`.
 
     Args:
         task: What to read, and how much of it.
+        dataset: Where its rows are read, if not where the task says.
         student_path: Folder or Hub id of the merged model.
         expert_path: Folder or Hub id of the expert.
         processor_paths: Where else to look for an image processor, after those two.
@@ -124,6 +126,7 @@ def load_task(
     try:
         return _load_task(
             task,
+            task.dataset if dataset is None else dataset,
             student_path=student_path,
             expert_path=expert_path,
             processor_paths=processor_paths,
@@ -137,6 +140,7 @@ def load_task(
 
 def _load_task(
     task: Task,
+    dataset: DatasetSpec,
     *,
     student_path: str,
     expert_path: str,
@@ -145,7 +149,7 @@ def _load_task(
     max_positions: int | None,
     trust_remote_code: bool,
 ) -> TaskData:
-    source = open_source(task.dataset)
+    source = open_source(dataset)
     columns = used_columns(task, source.columns, encoder_decoder=encoder_decoder)
     text, render, processor = None, None, None
     warnings: list[str] = []
@@ -185,6 +189,7 @@ def _load_task(
             field: getattr(task.dataset, field)
             for field in ("path", "name", "split", "data_files", "revision", "streaming")
         },
+        "read_from": dataset.path,
         "tokenizers": text and {"student": text[0].path, "expert": text[1].path, "same_ids": shared},
         "processor": processor and {"path": processor.path, "class": type(processor.process).__name__},
         "warnings": warnings,

@@ -378,6 +378,19 @@ def test_an_encoder_decoder_reads_the_prompt_and_labels_are_padded_out_of_the_lo
     assert (data.record["tokens"], data.record["target_tokens"]) == (7, 8)
 
 
+def test_words_stand_for_class_labels(tmp_path: Path, model: str) -> None:
+    features = datasets.Features({"q": datasets.Value("string"), "label": datasets.ClassLabel(names=["ja", "nein"])})
+    rows = [{"q": "a", "label": 0}, {"q": "b", "label": 1}, {"q": "c", "label": None}]
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "rows")
+    task = make_task(str(tmp_path / "rows"), prompt="{q}", completion=" {label}", words={"label": {0: "d", 1: "e"}})
+    data = load(task, model)
+    rows = [row for batch in data.calibration for row in batch.student["input_ids"].tolist()]
+    assert sorted(rows) == [[0, 4, 7, 1], [0, 5, 8, 1]]
+    assert data.record["empty_rows"] == 1
+    few = make_task(str(tmp_path / "rows"), prompt="{q}", completion=" {label}", words={"label": {1: "e"}})
+    assert "column 'label' holds 0, and `words` has only 1; add it there" in refusal(few, model)
+
+
 def test_an_encoder_decoder_needs_prompt_and_completion(tmp_path: Path, model: str) -> None:
     path = write_rows(tmp_path / "rows.jsonl", sentences(3))
     assert "both `prompt` and `completion`" in refusal(make_task(path), model, encoder_decoder=True)

@@ -103,6 +103,32 @@ def test_what_is_sampled_is_given_for_all_tasks_or_for_one(read: Read) -> None:
     assert [(task.samples, task.holdout) for task in recipe.tasks] == [(8, 0), (16, 0)]
 
 
+def test_words_stand_for_values_of_columns_that_the_templates_read(read: Read) -> None:
+    def words(text: str) -> str:
+        return RECIPE.replace('completion: " {answer}"', f'completion: " {{answer}}"\n      words: {text}')
+
+    assert words("x") != RECIPE
+    written = '{answer: {0: "no", 1: "yes", other: maybe}, question: {a: b}}'
+    assert read(words(written)).tasks[0].words == {
+        "answer": {0: "no", 1: "yes", "other": "maybe"},
+        "question": {"a": "b"},
+    }
+    for wrong in (
+        "{answer: {0: no}}",
+        "{answer: [no]}",
+        "{answer: {}}",
+        "{}",
+        '{answer: "no"}',
+        "{answer: {0.5: half}}",
+    ):
+        found = error_of(read, words(wrong))
+        assert "featcal.tasks[0].words is " in found
+        assert 'give a mapping like {label: {0: "no", 1: "yes"}}' in found
+    assert "has words for 'label', which its templates don't read (they read question, answer)" in error_of(
+        read, words('{label: {0: "no"}}')
+    )
+
+
 def test_a_recipe_is_frozen(read: Read) -> None:
     recipe = read(RECIPE)
     with pytest.raises(dataclasses.FrozenInstanceError):
