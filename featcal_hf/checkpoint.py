@@ -146,17 +146,25 @@ def open_checkpoint(folder: Path, revision: str | None = None) -> Checkpoint:
     index, shards, weight_map = _find_shards(folder)
     tensors: dict[str, TensorEntry] = {}
     for shard in shards:
-        table = _pickle_table(folder, shard) if shard.endswith(".bin") else _safetensors_table(folder, shard)
-        for name, entry in table.items():
+        for name, entry in read_table(folder, shard).items():
             if weight_map is None or weight_map.get(name) == shard:
                 tensors[name] = entry
     lost = sorted(set(weight_map or ()) - set(tensors))
     if lost:
         raise CheckpointError(
-            f"{folder / str(index)} lists {len(lost)} tensors that its shards don't hold ({_some(lost)}); the "
+            f"{folder / str(index)} lists {len(lost)} tensors that its shards don't hold ({listed(lost)}); the "
             "checkpoint is incomplete, make or download it again."
         )
     return Checkpoint(folder, tensors, index, revision)
+
+
+def read_table(folder: Path, shard: str) -> dict[str, TensorEntry]:
+    """The tensors of one weight file, safetensors or pickle, by name.
+
+    Raises:
+        CheckpointError: it can't be read.
+    """
+    return _pickle_table(folder, shard) if shard.endswith(".bin") else _safetensors_table(folder, shard)
 
 
 def check_finite(checkpoint: Checkpoint, label: str) -> None:
@@ -186,13 +194,13 @@ def _find_shards(folder: Path) -> tuple[str | None, list[str], dict[str, str] | 
             shards = list(dict.fromkeys(weight_map.values()))
             if has_single and single not in shards:
                 raise CheckpointError(
-                    f"{folder} has both {single} and {index} naming other files ({_some(shards)}), left over from "
+                    f"{folder} has both {single} and {index} naming other files ({listed(shards)}), left over from "
                     "an earlier merge; readers disagree about which to load. Delete what is stale and run again."
                 )
             missing = [shard for shard in shards if not (folder / shard).is_file()]
             if missing:
                 raise CheckpointError(
-                    f"{folder / index} names {_some(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+                    f"{folder / index} names {listed(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
                     "there; the checkpoint is incomplete, make or download it again."
                 )
             return index, shards, weight_map
@@ -283,6 +291,7 @@ def _reason(error: Exception) -> str:
     return f"it calls {refused[2]}" if refused else "it is no pickle of tensors"
 
 
-def _some(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first few of some names, for a message."""
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown}, ... {len(names) - 5} more"

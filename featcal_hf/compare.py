@@ -9,7 +9,7 @@ from pathlib import Path
 from mergekit.common import ModelReference
 from transformers import PretrainedConfig, PreTrainedModel
 
-from featcal_hf.checkpoint import open_checkpoint, resolve
+from featcal_hf.checkpoint import listed, open_checkpoint, resolve
 from featcal_hf.errors import CheckpointError, RecipeError
 from featcal_hf.experts import AdaptedModel, Adapter, open_adapter
 from featcal_hf.mapping import locate_model
@@ -82,8 +82,8 @@ def open_models(
             _check_complete(model, label, body_only=True)
             opened[reference] = model
             if located.lora is not None:
-                lora, _ = resolve(ModelReference(model=located.lora), cache_dir)
-                opened[reference] = AdaptedModel(model, open_adapter(lora))
+                lora = resolve(ModelReference(model=located.lora), cache_dir)
+                opened[reference] = AdaptedModel(model, open_adapter(*lora))
         return opened[reference]
 
     base = open_other(recipe.base, f"base model {recipe.base}") if recipe.base is not None else None
@@ -122,7 +122,7 @@ def _check_complete(model: StreamedModel, label: str, body_only: bool = False) -
     if missing:
         raise CheckpointError(
             f"{label} {model.checkpoint.folder} lacks {len(missing)} of {len(model.parameters)} tensors that "
-            f"{type(model.module).__name__} needs ({_some(missing)}). mergekit leaves such folders, without an error, "
+            f"{type(model.module).__name__} needs ({listed(missing)}). mergekit leaves such folders, without an error, "
             "for architectures or layouts that it doesn't describe; merge again with one that it does."
         )
     shapes = model.parameters
@@ -150,8 +150,3 @@ def _check_same_blocks(student: StreamedModel, other: StreamedModel, label: str)
                     f"{label} {other.checkpoint.folder}: {name} in block {path} is {theirs.get(name, 'absent')}, in "
                     f"the merged model it is {mine.get(name, 'absent')}; the models must have the same width and parts."
                 )
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown}, ... {len(names) - 5} more"

@@ -133,7 +133,7 @@ def prepare(
     for label, model in models.all().items():
         check_finite(model.checkpoint, label)
     for label, adapter in models.adapters().items():
-        adapter.check_finite(label)
+        check_finite(adapter.checkpoint, label)
     return Prepared(read, settings, models, data, None if output is None else Path(output))
 
 
@@ -333,7 +333,14 @@ def _report(prepared: Prepared, blocks: list[BlockReport], seconds: float) -> Ru
         prepared.settings,
         {
             label: {"folder": str(model.checkpoint.folder), "revision": model.checkpoint.revision}
-            | ({"adapter": str(adapters[label].folder)} if label in adapters else {})
+            | (
+                {
+                    "adapter": str(adapters[label].checkpoint.folder),
+                    "adapter_revision": adapters[label].checkpoint.revision,
+                }
+                if label in adapters
+                else {}
+            )
             for label, model in prepared.models.all().items()
         },
         {
