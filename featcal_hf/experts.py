@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from accelerate import init_empty_weights
 from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
@@ -73,8 +74,11 @@ def open_adapter(folder: Path, revision: str | None = None) -> Adapter:
         )
     try:
         config = PeftConfig.from_pretrained(str(folder))
-    except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{folder}/adapter_config.json can't be read by PEFT: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder}/adapter_config.json can't be read by PEFT {peft.__version__} ({error}); download the adapter "
+            "again, or install a PEFT release that knows it."
+        ) from error
     if config.is_prompt_learning:
         raise CheckpointError(
             f"{folder} is a {_method(config)} adapter, which adds inputs rather than changing weights; only adapters "
@@ -110,9 +114,9 @@ class AdaptedModel:
         self._open: set[str] = set()
         shapes = base.parameters
         self._weights = {name: own for name in adapter.names if (own := name.replace(".base_layer.", ".")) in shapes}
-        self._check_tensors(shapes)
+        self._names = self._placed(shapes)
         in_blocks = tuple(f"{real}." for real in base.block_names.values())
-        self._outer_names = [name for name in adapter.names if not name.startswith(in_blocks)]
+        self._outer_names = [name for name in self._names if not name.startswith(in_blocks)]
 
     def fixed(self, path: str) -> dict[str, str]:
         """As the base's."""
@@ -147,7 +151,7 @@ class AdaptedModel:
             return
         real = self.base.block_names[path]
         with self.base.block(path, device) as block:
-            names = [name for name in self.adapter.names if name.startswith(f"{real}.")]
+            names = [name for name in self._names if name.startswith(f"{real}.")]
             if self._replace(names):
                 self._merge({real: block}, names)
             self._open.add(path)
@@ -204,13 +208,14 @@ class AdaptedModel:
         parents = f".{name.rpartition('.')[0]}."
         return not getattr(config, "ensure_weight_tying", False) and any(f".{module}." in parents for module in saved)
 
-    def _check_tensors(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Compare names and shapes with those that PEFT makes on an empty model of this config.
+    def _placed(self, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+        """The adapter's tensors, once their names and shapes are those that PEFT makes on an empty model.
 
-        Tensors of another head than the model's are passed over: calibration reads the blocks.
+        Those of another head than the model's are left out: calibration reads the blocks.
         """
         adapter, folder = self.adapter, self.base.checkpoint.folder
-        advice = f"name the base that it was trained on ({adapter.config.base_model_name_or_path})"
+        trained_on = adapter.config.base_model_name_or_path
+        advice = f"name the base that it was trained on{f' ({trained_on})' if trained_on else ''}"
         try:
             with init_empty_weights(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -232,12 +237,14 @@ class AdaptedModel:
                 f"({listed(absent) or 'none'}); {advice}, or download the adapter again."
             )
         wanted = {**expected, **{name: shapes[own] for name, own in self._weights.items()}}
-        for name in adapter.names:
-            if name in wanted and adapter.shape(name) != wanted[name]:
+        placed = [name for name in adapter.names if name in wanted]
+        for name in placed:
+            if adapter.shape(name) != wanted[name]:
                 raise CheckpointError(
                     f"adapter {adapter.checkpoint.folder} doesn't fit {folder}: its tensor {name} is "
                     f"{adapter.shape(name)}, expected {wanted[name]}; {advice}."
                 )
+        return placed
 
 
 def _module_of(name: str, model: nn.Module) -> str:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from featcal_hf.calibrate import BlockReport, OnStep, calibrate_blocks
 from featcal_hf.errors import CheckpointError, DataError
-from featcal_hf.models import ResidentModel
+from featcal_hf.models import ResidentAdapter, ResidentModel, has_adapters, has_merged_adapters
 from featcal_hf.recipe import Settings
 from featcal_hf.streams import CalibrationTask
 
+# Initialisations of LoRA that leave the base as it was; PiSSA, OLoRA, CorDA and LoftQ take a part out of it.
+KEEP_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
 TaskBatches = Mapping[str, Sequence[Mapping[str, Tensor]]]
 
 
@@ -42,7 +45,7 @@ class CalibrationReport:
 def calibrate_model(
     merged: PreTrainedModel,
     *,
-    experts: Mapping[str, PreTrainedModel],
+    experts: Mapping[str, PreTrainedModel | PeftModel],
     batches: TaskBatches,
     base: PreTrainedModel | None = None,
     holdout: TaskBatches | None = None,
@@ -54,10 +57,12 @@ def calibrate_model(
 
     Args:
         merged: the merged model; its weights are replaced block by block.
-        experts: task name -> expert, of the same class or the same body under another head.
+        experts: task name -> expert, of the same class or the same body under another head; or a `PeftModel`, whose
+            active adapters are merged into a copy of one block at a time.
         batches: task name -> batches of whatever the model's forward takes: input_ids, attention_mask, pixel_values,
             labels, ...
-        base: the model that the experts were tuned from; None allows rho = 1 only.
+        base: the model that the experts were tuned from; None allows rho = 1 only. `peft_model.get_base_model()` is
+            taken without its adapters.
         holdout: task name -> batches on which drift is measured; not used in the solve.
         settings: λ, ρ, α and switches; None for the adaptive ridge.
         device: where blocks are computed; None for where the merged model is.
@@ -68,7 +73,7 @@ def calibrate_model(
 
     Raises:
         DataError: tasks without batches or experts, or batches that don't fit.
-        CheckpointError: models whose blocks differ.
+        CheckpointError: models whose blocks differ, are quantised, or hold adapters that can't be merged or left out.
         SolveError: a module without a finite solution; earlier blocks are calibrated by then.
     """
     resolved = (settings or Settings()).resolved(base is not None)
@@ -80,30 +85,33 @@ def calibrate_model(
             f"({', '.join(batches)}); give each task one expert and its batches."
         )
     student = ResidentModel(merged)
-    others = {f"expert {name}": expert for name, expert in experts.items()}
+    others = {f"expert {name}": _resident_expert(expert, f"expert {name}") for name, expert in experts.items()}
+    anchor = None
     if base is not None:
-        others["base"] = base
-    resident = {id(model): ResidentModel(model) for model in others.values()}
+        _check_untouched(base)
+        anchor = others["base"] = _resident(base, "base", merge=False)
+    if has_adapters(merged):
+        raise CheckpointError("the merged model has PEFT's layers in it; give what its merge_and_unload() returns.")
     for name, model in others.items():
-        _check_same_blocks(student, resident[id(model)], name)
-        if model is merged:
+        _check_same_blocks(student, model, name)
+        if model.module is merged:
             raise CheckpointError(f"{name} is the merged model itself; calibration would change both, give a copy.")
-    models = [merged, *others.values()]
-    training = [model.training for model in models]
-    for model in models:
-        model.eval()
+    modules = [merged, *(model.module for model in others.values())]
+    training = {part: part.training for module in modules for part in module.modules()}
+    for module in modules:
+        module.eval()
     try:
         blocks = calibrate_blocks(
             student,
-            resident[id(base)] if base is not None else None,
+            anchor,
             [
                 CalibrationTask(
                     name,
-                    resident[id(expert)],
+                    others[f"expert {name}"],
                     [(batch, batch) for batch in batches[name]],
                     [(batch, batch) for batch in held_out.get(name, [])],
                 )
-                for name, expert in experts.items()
+                for name in experts
             ],
             resolved,
             device=torch.device(device) if device is not None else merged.device,
@@ -111,12 +119,42 @@ def calibrate_model(
             on_step=on_step or (lambda step: None),
         )
     finally:
-        for model, was_training in zip(models, training, strict=True):
-            model.train(was_training)
+        for part, was_training in training.items():
+            part.training = was_training
     return CalibrationReport(resolved, blocks)
 
 
-def _check_same_blocks(student: ResidentModel, other: ResidentModel, name: str) -> None:
+def _resident_expert(model: PreTrainedModel | PeftModel, name: str) -> ResidentModel | ResidentAdapter:
+    if not isinstance(model, PeftModel):
+        return _resident(model, name, merge=True)
+    if model.active_peft_config.is_prompt_learning:
+        raise CheckpointError(
+            f"{name} has a {model.active_peft_config.peft_type.value} adapter, which adds inputs rather than changing "
+            "weights; only adapters that merge into weights (LoRA, DoRA, IA3, ...) can be experts."
+        )
+    return _resident(cast(PreTrainedModel, model.get_base_model()), name, merge=True)
+
+
+def _resident(model: PreTrainedModel, name: str, merge: bool) -> ResidentModel | ResidentAdapter:
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise CheckpointError(f"{name} is quantised; load it in full precision, without a quantization_config.")
+    return ResidentAdapter(model, merge) if has_adapters(model) else ResidentModel(model)
+
+
+def _check_untouched(base: PreTrainedModel) -> None:
+    """Refuse a base under adapters whose own weights are no longer what the experts started from."""
+    reason = "an adapter is merged into it" if has_merged_adapters(base) else None
+    for config in getattr(base, "peft_config", {}).values():
+        if getattr(config, "bias", "none") != "none":
+            reason = "its biases were trained"
+        initial = getattr(config, "init_lora_weights", True)
+        if isinstance(initial, str) and initial not in KEEP_THE_BASE:
+            reason = f"init_lora_weights={initial!r} moved a part of its weights into the adapter"
+    if reason is not None:
+        raise CheckpointError(f"base holds adapters and is not the original base: {reason}; load the base separately.")
+
+
+def _check_same_blocks(student: ResidentModel, other: ResidentModel | ResidentAdapter, name: str) -> None:
     mine, theirs = student.block_shapes(), other.block_shapes()
     for path in [*mine, *theirs]:
         if mine.get(path) != theirs.get(path):
