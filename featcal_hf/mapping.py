@@ -107,7 +107,8 @@ def _read_file(file: Path) -> dict[str, str]:
 def _model_ids(recipe: Recipe) -> list[str]:
     references = [recipe.base, recipe.merge.base_model, *recipe.experts, *recipe.merge.referenced_models()]
     paths = [path for reference in references if reference for path in (reference.model, reference.lora) if path]
-    return sorted({name for path in paths for name in (path.path, str(path))})
+    towers = {task.evaluation.text_model for task in recipe.tasks if task.evaluation and task.evaluation.text_model}
+    return sorted({name for path in paths for name in (path.path, str(path))} | towers)
 
 
 def _dataset_ids(recipe: Recipe) -> list[str]:

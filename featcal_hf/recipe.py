@@ -12,10 +12,10 @@ from mergekit.config import MergeConfiguration
 from pydantic import BaseModel, ValidationError
 
 from featcal_hf.recipe_merge import Merge, parse_reference, read_merge, read_reference
-from featcal_hf.recipe_section import DatasetSpec, Sampling, Settings, Task, needs_base
+from featcal_hf.recipe_section import DatasetSpec, EvalSpec, Sampling, Settings, Task, needs_base
 from featcal_hf.recipe_yaml import Document, Location, read_document, shown
 
-__all__ = ["DatasetSpec", "Recipe", "Sampling", "Settings", "Task", "parse_reference", "read_recipe"]
+__all__ = ["DatasetSpec", "EvalSpec", "Recipe", "Sampling", "Settings", "Task", "parse_reference", "read_recipe"]
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -119,6 +119,8 @@ def _task_values(document: Document, location: Location, merge: Merge) -> dict[s
         values["model"] = _expert(document, (*location, "model"), merge)
     if "dataset" in entry:
         values["dataset"] = _dataset(document, (*location, "dataset"))
+    if entry.get("eval") is not None:
+        values["eval"] = _evaluation(document, (*location, "eval"))
     return values
 
 
@@ -139,6 +141,14 @@ def _dataset(document: Document, location: Location) -> DatasetSpec:
         document.check_keys(location, _keys(DatasetSpec))
         return _validated(document, location, DatasetSpec, value)
     return _validated(document, location, DatasetSpec, {"path": value})
+
+
+def _evaluation(document: Document, location: Location) -> EvalSpec:
+    value = document.value(location)
+    if not isinstance(value, dict):
+        raise document.error(location, f"is {shown(value)}, expected a mapping; write it as `eval: {{split: test}}`.")
+    document.check_keys(location, _keys(EvalSpec))
+    return _validated(document, location, EvalSpec, value)
 
 
 def _name_tasks(document: Document, location: Location, values: list[dict[str, Any]]) -> None:

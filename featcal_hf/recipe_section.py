@@ -59,6 +59,20 @@ _Template = Annotated[str, Field(min_length=1), AfterValidator(_template)]
 _Words = Annotated[dict[_Column, Annotated[dict[int | str, str], Field(min_length=1)]], Field(min_length=1)]
 
 
+def _blank(text: str) -> str:
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
+    except ValueError as error:
+        raise ValueError(f"which is not a template ({error})") from error
+    if fields != [""]:
+        raise ValueError(f"where {text!r} should have one {{}}, the place of a class's name")
+    return text
+
+
+_Named = Annotated[list[_Column], Field(min_length=2)]
+_Templates = Annotated[list[Annotated[str, AfterValidator(_blank)]], Field(min_length=1)]
+
+
 def needs_base(rho: float | None) -> str:
     """What is wrong with a `rho` other than 1 where there is no base."""
     return f"is {rho}, but there is no base to blend with; add featcal.base_model, or set rho to 1."
@@ -138,6 +152,42 @@ class DatasetSpec(BaseModel):
     streaming: bool = Field(default=False, description="true or false")
 
 
+class EvalSpec(BaseModel):
+    """How `featcal-hf eval` measures a task, where the task itself doesn't say it.
+
+    Attributes:
+        split: rows are read from this split; None: from the task's own, those of calibration left out.
+        text_model: a CLIP whose text tower and projections make a classifier of an image tower.
+        class_names: the class of each label, from 0; None: as the dataset names them.
+        templates: sentences with `{}` in the place of a class's name.
+
+    Raises:
+        ValidationError: a value has the wrong type, or a text model comes without templates or the reverse.
+    """
+
+    model_config = _STRICT
+
+    split: str | None = Field(default=None, min_length=1, description="the name of a split, as text")
+    text_model: str | None = Field(
+        default=None, min_length=1, description="the Hub id or local path of a CLIP with its text tower, as text"
+    )
+    class_names: _Named | None = Field(
+        default=None, description="a list of the classes' names in the order of their labels, each as text"
+    )
+    templates: _Templates | None = Field(
+        default=None, description='a list of sentences with {} for the class, such as "a photo of a {}."'
+    )
+
+    @model_validator(mode="after")
+    def _zero_shot_is_whole(self) -> EvalSpec:
+        if self.text_model is None and (self.templates or self.class_names):
+            given = "templates" if self.templates else "class_names"
+            raise ValueError(f"has {given} and no text_model that could read them; add text_model.")
+        if self.text_model is not None and self.templates is None:
+            raise ValueError('has a text_model and no templates; add them, such as ["a photo of a {}."].')
+        return self
+
+
 class Sampling(BaseModel):
     """How many examples of a task are taken, and how: given for all tasks in `featcal`, or for one task.
 
@@ -176,6 +226,9 @@ class Task(Sampling):
         words: column -> value -> the word that stands for it in the templates, as for class labels.
         messages: name of the column with chat turns.
         image: name of the column with images; with `text`, both towers of a CLIP are calibrated.
+        label: name of the column with classes, which `featcal-hf eval` compares a classifier's answers with; never
+            calibrated on.
+        evaluation: how the task is measured; `eval` in YAML.
 
     Raises:
         ValidationError: a value has the wrong type or is out of range, or the sources don't go together.
@@ -198,6 +251,13 @@ class Task(Sampling):
     )
     messages: _Column | None = Field(default=None, description="the name of a column, as text")
     image: _Column | None = Field(default=None, description="the name of a column, as text")
+    label: _Column | None = Field(default=None, description="the name of a column, as text")
+    evaluation: EvalSpec | None = Field(
+        default=None,
+        validation_alias="eval",
+        serialization_alias="eval",
+        description="a mapping such as {split: test}",
+    )
 
     @model_validator(mode="after")
     def _sources_go_together(self) -> Task:

@@ -103,6 +103,30 @@ def test_what_is_sampled_is_given_for_all_tasks_or_for_one(read: Read) -> None:
     assert [(task.samples, task.holdout) for task in recipe.tasks] == [(8, 0), (16, 0)]
 
 
+def test_a_task_says_how_it_is_evaluated(read: Read) -> None:
+    def evaluated(text: str) -> str:
+        return RECIPE.replace("messages: turns", f"image: picture\n      label: fine\n      eval: {text}")
+
+    task = read(evaluated('{split: test, text_model: org/clip, class_names: [cat, dog], templates: ["a {}."]}')).tasks[
+        1
+    ]
+    assert task.label == "fine"
+    assert task.evaluation is not None
+    assert (task.evaluation.split, task.evaluation.text_model) == ("test", "org/clip")
+    assert (task.evaluation.class_names, task.evaluation.templates) == (["cat", "dog"], ["a {}."])
+    assert read(RECIPE).tasks[0].evaluation is None
+    for wrong, problem in {
+        "test": "eval is 'test', expected a mapping",
+        "{splt: test}": "eval.splt is not a known key; did you mean 'split'?",
+        "{split: 1}": "eval.split is 1; give the name of a split",
+        "{text_model: org/clip}": "eval has a text_model and no templates",
+        '{templates: ["a {}"]}': "eval has templates and no text_model",
+        '{text_model: org/clip, templates: ["a {x}"]}': "where 'a {x}' should have one {}",
+        '{text_model: org/clip, templates: ["a {}"], class_names: [1, 2]}': "eval.class_names is [1, 2]; give a list",
+    }.items():
+        assert f"featcal.tasks[1].{problem}" in error_of(read, evaluated(wrong))
+
+
 def test_words_stand_for_values_of_columns_that_the_templates_read(read: Read) -> None:
     def words(text: str) -> str:
         return RECIPE.replace('completion: " {answer}"', f'completion: " {{answer}}"\n      words: {text}')
