@@ -2,6 +2,7 @@
 
 from featcal_hf.errors import CheckpointError, DataError, FeatCalError, RecipeError, SolveError
 from featcal_hf.in_memory import CalibrationReport, calibrate_model
+from featcal_hf.merge import MergeReport, merge
 from featcal_hf.recipe import Settings
 from featcal_hf.run import RunReport, calibrate
 
@@ -12,6 +13,7 @@ __all__ = [
     "CheckpointError",
     "DataError",
     "FeatCalError",
+    "MergeReport",
     "RecipeError",
     "RunReport",
     "Settings",
@@ -19,4 +21,5 @@ __all__ = [
     "__version__",
     "calibrate",
     "calibrate_model",
+    "merge",
 ]

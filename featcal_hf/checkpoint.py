@@ -208,7 +208,7 @@ def _find_shards(folder: Path) -> tuple[str | None, list[str], dict[str, str] | 
             return None, [single], None
     raise CheckpointError(
         f"{folder} has no {SAFETENSORS} or {PICKLED} (nor their .index.json); mergekit can end without an error "
-        "and without weights for architectures that it doesn't describe."
+        "and without weights for architectures that it doesn't describe; `featcal-hf merge RECIPE DIR` merges those."
     )
 
 

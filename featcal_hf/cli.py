@@ -16,6 +16,7 @@ from rich.console import Console
 from featcal_hf import __version__
 from featcal_hf.errors import FeatCalError, RecipeError
 from featcal_hf.mapping import read_mapping
+from featcal_hf.merge import SHARD_SIZE, merge
 from featcal_hf.progress import step_progress
 from featcal_hf.run import Prepared, calibrate, plan_of, prepare
 from featcal_hf.summary import show_plan, show_result
@@ -34,31 +35,50 @@ class DefaultToCalibrate(click.Group):
         return super().parse_args(ctx, args)
 
 
-def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    options = [
-        click.argument("recipe", type=click.Path(path_type=Path)),
-        click.argument("model_dir", type=click.Path(path_type=Path)),
-        click.option("--output", type=click.Path(path_type=Path), help="Write the result to a new folder."),
-        click.option(
-            "--map",
-            "mapped",
-            multiple=True,
-            metavar="ID=PATH",
-            help="Read a model or dataset of the recipe from a local path; or a YAML or JSON file of ids and paths.",
-        ),
-        click.option("--transformers-cache", "cache_dir", help="Override storage path for downloaded models."),
-        click.option(
-            "--trust-remote-code/--no-trust-remote-code",
-            default=False,
-            help="Trust remote code from huggingface repos (danger).",
-        ),
-        click.option("--random-seed", type=int, help="Seed for choosing rows; replaces the recipe's."),
-        click.option("-v", "verbosity", count=True, help="Verbose logging (repeat for more verbosity)."),
-        click.option("--quiet", is_flag=True, help="Suppress progress and other non-essential output."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
+_READING: list[_Decorator] = [
+    click.option(
+        "--map",
+        "mapped",
+        multiple=True,
+        metavar="ID=PATH",
+        help="Read a model or dataset of the recipe from a local path; or a YAML or JSON file of ids and paths.",
+    ),
+    click.option("--transformers-cache", "cache_dir", help="Override storage path for downloaded models."),
+    click.option(
+        "--trust-remote-code/--no-trust-remote-code",
+        default=False,
+        help="Trust remote code from huggingface repos (danger).",
+    ),
+]
+_TALKING: list[_Decorator] = [
+    click.option("-v", "verbosity", count=True, help="Verbose logging (repeat for more verbosity)."),
+    click.option("--quiet", is_flag=True, help="Suppress progress and other non-essential output."),
+]
+_COMPUTING: list[_Decorator] = [
+    click.option("--device", default=None, help="Compute on this device: cpu, cuda, cuda:1, mps, xpu, auto."),
+    click.option("--cuda/--no-cuda", default=False, help="Compute on the GPU; same as --device cuda."),
+    click.option("--num-threads", "-j", type=int, help="Number of threads to use for parallel CPU operations."),
+]
+_MODEL: list[_Decorator] = [
+    _RECIPE,
+    click.argument("model_dir", type=click.Path(path_type=Path)),
+    click.option("--output", type=click.Path(path_type=Path), help="Write the result to a new folder."),
+    *_READING,
+    click.option("--random-seed", type=int, help="Seed for choosing rows; replaces the recipe's."),
+    *_TALKING,
+]
+
+
+def _options(options: list[_Decorator]) -> _Decorator:
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
 @click.group(cls=DefaultToCalibrate, context_settings={"help_option_names": ["-h", "--help"]})
@@ -71,10 +91,7 @@ def cli() -> None:
 
 
 @cli.command("calibrate")
-@_model_options
-@click.option("--device", default=None, help="Compute on this device: cpu, cuda, cuda:1, mps, xpu, auto.")
-@click.option("--cuda/--no-cuda", default=False, help="Compute on the GPU; same as --device cuda.")
-@click.option("--num-threads", "-j", type=int, help="Number of threads to use for parallel CPU operations.")
+@_options([*_MODEL, *_COMPUTING])
 def calibrate_command(
     recipe: Path,
     model_dir: Path,
@@ -119,7 +136,7 @@ def calibrate_command(
 
 
 @cli.command("check")
-@_model_options
+@_options(_MODEL)
 def check_command(
     recipe: Path,
     model_dir: Path,
@@ -146,6 +163,68 @@ def check_command(
     show_plan(console, prepared, plan_of(prepared))
 
 
+@cli.command("merge")
+@_options(
+    [
+        _RECIPE,
+        click.argument("out", type=click.Path(path_type=Path)),
+        *_READING,
+        click.option("--out-shard-size", default=SHARD_SIZE, show_default=True, help="Bytes per output shard."),
+        click.option(
+            "--copy-tokenizer/--no-copy-tokenizer", default=True, help="Copy the base's tokenizer, processor."
+        ),
+        click.option(
+            "--write-model-card/--no-write-model-card", default=True, help="Output README.md and mergekit_config.yml."
+        ),
+        click.option("--random-seed", type=int, help="Seed for reproducible use of randomized merge methods."),
+        *_TALKING,
+        *_COMPUTING,
+    ]
+)
+def merge_command(
+    recipe: Path,
+    out: Path,
+    mapped: tuple[str, ...],
+    cache_dir: str | None,
+    trust_remote_code: bool,
+    out_shard_size: str,
+    copy_tokenizer: bool,
+    write_model_card: bool,
+    random_seed: int | None,
+    verbosity: int,
+    quiet: bool,
+    device: str | None,
+    cuda: bool,
+    num_threads: int | None,
+) -> None:
+    """Merge the models of RECIPE into the new folder OUT, with mergekit's methods.
+
+    For architectures that mergekit-yaml can't merge, or of which it writes a part: CLIP, ViT, DINOv2, BERT, Whisper.
+    """
+    console = _console(verbosity)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    with step_progress(console, quiet) as on_step:
+        report = merge(
+            recipe,
+            out,
+            out_shard_size=out_shard_size,
+            device=_device(device, cuda),
+            cache_dir=cache_dir,
+            trust_remote_code=trust_remote_code,
+            random_seed=random_seed,
+            copy_tokenizer=copy_tokenizer,
+            write_model_card=write_model_card,
+            mapping=read_mapping(mapped),
+            on_stage=_stages(console, quiet),
+            on_step=on_step,
+        )
+    if not quiet:
+        copied = f", {len(report.copied)} copied" if report.copied else ""
+        console.print(f"{report.merged} tensors merged{copied} in {report.seconds:.0f} s", highlight=False)
+        console.print(f"Wrote {out}", highlight=False)
+
+
 @cli.command("demo")
 @click.option("--work-dir", type=click.Path(path_type=Path), help="Keep the demonstration's models here.")
 def demo_command(work_dir: Path | None) -> None:
@@ -167,7 +246,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        _fail("interrupted; MODEL_DIR holds one whole model. Run the same command again.", INTERRUPTED)
+        _fail("interrupted; the model's folder holds a whole model, or none. Run the same command again.", INTERRUPTED)
 
 
 def _fail(message: str, code: int) -> None:

@@ -66,7 +66,12 @@ def open_models(
     config = read_config(folder, trust_remote_code)
     cls = model_class(config, folder)
     student = StreamedModel(checkpoint, cls, config)
-    _check_complete(student, "merged model")
+    _check_complete(
+        student,
+        "merged model",
+        "mergekit leaves such folders, without an error, for architectures or layouts that it doesn't describe; empty "
+        f"it and merge again: `featcal-hf merge {recipe.path} {folder}` merges this architecture.",
+    )
     if recipe.depth is not None and len(student.blocks) != recipe.depth:
         raise RecipeError(
             f"{recipe.path}: the recipe's slices make {recipe.depth} blocks, but {folder} has {len(student.blocks)}; "
@@ -97,10 +102,10 @@ def _open_reference(
     checkpoint = open_checkpoint(*resolve(reference, cache_dir))
     config = read_config(checkpoint.folder, trust_remote_code)
     model_class(config, checkpoint.folder)
-    return StreamedModel(checkpoint, type(merged), _config_for(merged, config, checkpoint.folder))
+    return StreamedModel(checkpoint, type(merged), config_for(merged, config, checkpoint.folder))
 
 
-def _config_for(merged: PreTrainedModel, config: PretrainedConfig, folder: Path) -> PretrainedConfig:
+def config_for(merged: PreTrainedModel, config: PretrainedConfig, folder: Path) -> PretrainedConfig:
     """The config as the merged model's class takes it: the whole, or that of one tower (CLIP's images)."""
     wanted = merged.config.model_type
     parts: list[PretrainedConfig | None] = [config, *(getattr(config, name, None) for name in config.sub_configs)]
@@ -113,7 +118,9 @@ def _config_for(merged: PreTrainedModel, config: PretrainedConfig, folder: Path)
     )
 
 
-def _check_complete(model: StreamedModel, label: str, body_only: bool = False) -> None:
+def _check_complete(
+    model: StreamedModel, label: str, advice: str = "make or download it again.", body_only: bool = False
+) -> None:
     missing = model.missing()
     if body_only:
         prefix = f"{model.module.base_model_prefix}."
@@ -122,8 +129,7 @@ def _check_complete(model: StreamedModel, label: str, body_only: bool = False) -
     if missing:
         raise CheckpointError(
             f"{label} {model.checkpoint.folder} lacks {len(missing)} of {len(model.parameters)} tensors that "
-            f"{type(model.module).__name__} needs ({listed(missing)}). mergekit leaves such folders, without an error, "
-            "for architectures or layouts that it doesn't describe; merge again with one that it does."
+            f"{type(model.module).__name__} needs ({listed(missing)}); {advice}"
         )
     shapes = model.parameters
     for source, target in model.sources.items():

@@ -67,7 +67,7 @@ class _Lines:
             self._started = time.perf_counter()
         elapsed = time.perf_counter() - self._started
         left = f", about {elapsed / step.block * (step.blocks - step.block):.0f} s left" if step.block else ""
+        tasks = f", {step.parts - 1} tasks" if step.parts > 1 else ""
         self._console.print(
-            f"block {step.block + 1}/{step.blocks} {step.path}, {step.parts - 1} tasks, {elapsed:.0f} s{left}",
-            highlight=False,
+            f"block {step.block + 1}/{step.blocks} {step.path}{tasks}, {elapsed:.0f} s{left}", highlight=False
         )

@@ -66,13 +66,13 @@ class SafetensorsWriter:
             _check_fits(self._checkpoint, name, value)
             with self._files[self._checkpoint.tensors[name].shard].open("r+b") as file:
                 file.seek(self._offsets[name])
-                file.write(_bytes(value))
+                file.write(raw_bytes(value))
 
     def complete(self) -> dict[str, Path]:
         """Flush the new shards to disk, with the merged ones' permissions."""
         for shard, path in self._files.items():
             shutil.copymode(self._checkpoint.folder / shard, path)
-            _sync(path)
+            sync(path)
         return self._files
 
 
@@ -111,7 +111,7 @@ class PickleWriter:
                     f"{self._checkpoint.folder} is as it was; free some space and run the same command again."
                 ) from error
             shutil.copymode(self._checkpoint.folder / shard, files[shard])
-            _sync(files[shard])
+            sync(files[shard])
         for block in self._blocks:
             block.unlink()
         return files
@@ -155,12 +155,17 @@ def check_output(output: Path, folder: Path) -> None:
         )
 
 
-def check_space(folder: Path, needed: int) -> None:
+def check_space(
+    folder: Path,
+    needed: int,
+    takes: str = "the calibrated shards take {} beside the merged ones; free some space or name another --output.",
+) -> None:
     """Refuse to start where the new shards don't fit.
 
     Args:
         folder: where they will be written; it may have to be made first.
         needed: bytes that will be written.
+        takes: the message's second half, with a place for the bytes.
 
     Raises:
         CheckpointError: names what is free and what is needed.
@@ -168,10 +173,7 @@ def check_space(folder: Path, needed: int) -> None:
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
-        raise CheckpointError(
-            f"{existing} has {free / 1e9:.2f} GB free, but the calibrated shards take {needed / 1e9:.2f} GB beside "
-            "the merged ones; free some space or name another --output."
-        )
+        raise CheckpointError(f"{existing} has {free / 1e9:.2f} GB free, but " + takes.format(f"{needed / 1e9:.2f} GB"))
 
 
 def open_writer(checkpoint: Checkpoint, names: list[str], work: Path) -> CheckpointWriter:
@@ -192,12 +194,12 @@ def swap_in(checkpoint: Checkpoint, new: dict[str, Path], work: Path, report: di
     ignored, and weights without it would be calibrated twice.
     """
     folder = checkpoint.folder
-    _write(work / REPORT, _report_text(report))
+    write_text(work / REPORT, _report_text(report))
     if checkpoint.index is not None:
         text = (folder / checkpoint.index).read_text(encoding="utf-8")
         for shard in new:
             text = text.replace(f'"{shard}"', f'"{INCOMING}{shard}"')
-        _write(work / checkpoint.index, text)
+        write_text(work / checkpoint.index, text)
     try:
         os.replace(work / REPORT, folder / REPORT)
         for shard, path in new.items():
@@ -242,7 +244,7 @@ def _finish_index(folder: Path, index: str) -> None:
         os.replace(twin, folder / shard.removeprefix(INCOMING))
     if incoming:
         text = (folder / index).read_text(encoding="utf-8")
-        _write(folder / f"{index}.new", text.replace(f'"{INCOMING}', '"'))
+        write_text(folder / f"{index}.new", text.replace(f'"{INCOMING}', '"'))
         os.replace(folder / f"{index}.new", folder / index)
     for shard in shards:
         leftover = f"{INCOMING}{shard.removeprefix(INCOMING)}"
@@ -257,7 +259,7 @@ def write_output(
 
     Everything is written in `work` first, and then moved.
     """
-    _write(work / REPORT, _report_text(report))
+    write_text(work / REPORT, _report_text(report))
     names = _output_names(checkpoint)
     for name in names:
         source = checkpoint.folder / name
@@ -294,7 +296,7 @@ def _output_names(checkpoint: Checkpoint) -> list[str]:
 
 def fingerprint(tensors: dict[str, Tensor]) -> dict[str, str]:
     """SHA-256 of each tensor's bytes: how a checkpoint is known to be the one a report speaks of."""
-    return {name: hashlib.sha256(_bytes(value)).hexdigest() for name, value in tensors.items()}
+    return {name: hashlib.sha256(raw_bytes(value)).hexdigest() for name, value in tensors.items()}
 
 
 def is_calibrated(checkpoint: Checkpoint) -> bool:
@@ -318,9 +320,10 @@ def _report_text(report: dict[str, Any]) -> str:
     return json.dumps(report, indent=2, ensure_ascii=False) + "\n"
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file and flush it to disk."""
     path.write_text(text, encoding="utf-8")
-    _sync(path)
+    sync(path)
 
 
 def _discard(path: Path) -> None:
@@ -337,7 +340,8 @@ def _duplicate(source: Path, target: Path) -> None:
         shutil.copy(source, target)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush a file to disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -349,7 +353,8 @@ def _data_offsets(path: Path) -> dict[str, int]:
     return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
-def _bytes(value: Tensor) -> memoryview:
+def raw_bytes(value: Tensor) -> memoryview:
+    """A tensor's bytes as they stand in a weight file."""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
