@@ -275,12 +275,13 @@ def _load(
         expert_path=str(streamed_of(models.experts[task.model]).checkpoint.folder),
         processor_paths=[str(folder) for folder in others],
         encoder_decoder=bool(models.student.module.config.is_encoder_decoder),
-        max_positions=_max_positions(models.student.module),
+        max_positions=max_positions(models.student.module),
         trust_remote_code=trust_remote_code,
     )
 
 
-def _max_positions(model: PreTrainedModel) -> int | None:
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Tokens that a model has positions for; None where it says nothing of them."""
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is None:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,10 +83,7 @@ class Source:
         Raises:
             DataError: a row can't be read.
         """
-        rows = self.rows.select_columns(columns)
-        for column, feature in (rows.features or {}).items():
-            if isinstance(feature, datasets.Image):
-                rows = rows.cast_column(column, datasets.Image(decode=False))
+        rows = self._undecoded(columns)
         numbered: Iterator[tuple[int, Row]]
         if isinstance(rows, datasets.IterableDataset):
             numbered = enumerate(rows.shuffle(seed=seed, buffer_size=STREAM_BUFFER))
@@ -102,6 +99,36 @@ class Source:
             if item is None:
                 return
             yield item
+
+    def at(self, indices: Sequence[int], columns: list[str]) -> Iterator[tuple[int, Row]]:
+        """Yield rows by their index in the split, as `shuffled` yields them; not of a stream.
+
+        Raises:
+            DataError: the split has no such row, or it can't be read.
+        """
+        rows = self._undecoded(columns)
+        assert isinstance(rows, datasets.Dataset)
+        for index in indices:
+            if not 0 <= index < len(rows):
+                raise DataError(
+                    f"{self.where} has {len(rows)} rows, expected one with index {index}; put its data back"
+                )
+            try:
+                yield index, rows[index]
+            except READ_ERRORS as error:
+                raise DataError(_unreadable(self.where, error)) from error
+
+    def class_names(self, column: str) -> list[str] | None:
+        """Names of a column's classes in the order of their labels; None where the dataset has none."""
+        feature = (self.rows.features or {}).get(column)
+        return list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
+
+    def _undecoded(self, columns: list[str]) -> datasets.Dataset | datasets.IterableDataset:
+        rows = self.rows.select_columns(columns)
+        for column, feature in (rows.features or {}).items():
+            if isinstance(feature, datasets.Image):
+                rows = rows.cast_column(column, datasets.Image(decode=False))
+        return rows
 
     def provenance(self) -> dict[str, Any]:
         """What identifies the data: the library's fingerprint and the Hub commit, where known."""

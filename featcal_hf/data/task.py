@@ -34,7 +34,7 @@ class TaskData:
 
 
 @dataclass(frozen=True)
-class _Encoder:
+class RowEncoder:
     """Rows of one task -> examples."""
 
     task: Task
@@ -85,6 +85,52 @@ class _Encoder:
             return ours, ours
         check_boundaries(text, ours, theirs, [encoder.path for encoder in encoders])
         return ours, theirs
+
+
+@dataclass(frozen=True)
+class OpenedTask:
+    """A task's dataset with what makes model inputs of its rows."""
+
+    source: Source
+    columns: list[str]
+    encode: RowEncoder
+    warnings: list[str]
+
+
+def open_task(
+    task: Task,
+    dataset: DatasetSpec,
+    *,
+    student_path: str,
+    expert_path: str,
+    processor_paths: Sequence[str],
+    encoder_decoder: bool,
+    max_positions: int | None,
+    trust_remote_code: bool,
+) -> OpenedTask:
+    """Open a task's dataset and load its tokenizers or processor; the arguments are those of `load_task`.
+
+    Raises:
+        DataError: see `load_task`.
+    """
+    source = open_source(dataset)
+    columns = used_columns(task, source.columns, encoder_decoder=encoder_decoder)
+    text, render, processor = None, None, None
+    warnings: list[str] = []
+    if task.text or task.prompt or task.messages:
+        text = load_encoders(
+            student_path,
+            expert_path,
+            max_length=task.max_length,
+            max_positions=max_positions,
+            trust_remote_code=trust_remote_code,
+        )
+        if task.messages:
+            render, warnings = chat_renderer(text[0])
+    if task.image:
+        paths = [student_path, expert_path, *processor_paths]
+        processor = load_image_processor(paths, trust_remote_code=trust_remote_code)
+    return OpenedTask(source, columns, RowEncoder(task, source, encoder_decoder, text, render, processor), warnings)
 
 
 def load_task(
@@ -149,26 +195,19 @@ def _load_task(
     max_positions: int | None,
     trust_remote_code: bool,
 ) -> TaskData:
-    source = open_source(dataset)
-    columns = used_columns(task, source.columns, encoder_decoder=encoder_decoder)
-    text, render, processor = None, None, None
-    warnings: list[str] = []
-    if task.text or task.prompt or task.messages:
-        text = load_encoders(
-            student_path,
-            expert_path,
-            max_length=task.max_length,
-            max_positions=max_positions,
-            trust_remote_code=trust_remote_code,
-        )
-        if task.messages:
-            render, warnings = chat_renderer(text[0])
-    if task.image:
-        paths = [student_path, expert_path, *processor_paths]
-        processor = load_image_processor(paths, trust_remote_code=trust_remote_code)
-
-    encode = _Encoder(task, source, encoder_decoder, text, render, processor)
-    rows = source.shuffled(task.seed, columns)
+    opened = open_task(
+        task,
+        dataset,
+        student_path=student_path,
+        expert_path=expert_path,
+        processor_paths=processor_paths,
+        encoder_decoder=encoder_decoder,
+        max_positions=max_positions,
+        trust_remote_code=trust_remote_code,
+    )
+    source, encode = opened.source, opened.encode
+    text, processor, warnings = encode.text, encode.processor, [*opened.warnings]
+    rows = source.shuffled(task.seed, opened.columns)
     choice = choose(rows, encode, samples=task.samples, holdout=task.holdout)
     warnings += _warnings(task, choice)
     for warning in warnings:
@@ -195,6 +234,11 @@ def _load_task(
         "warnings": warnings,
     }
     return TaskData(batches(calibration), batches(holdout), record)
+
+
+def hash_rows(examples: Sequence[Example]) -> str:
+    """SHA-256 (hex) over the texts and pixels of rows, in their order."""
+    return hashlib.sha256("".join(example.digest for example in examples).encode()).hexdigest()
 
 
 def _warnings(task: Task, choice: Choice) -> list[str]:
@@ -229,7 +273,7 @@ def _record_rows(source: Source, choice: Choice) -> dict[str, Any]:
         "holdout_rows": len(holdout),
         "calibration_indices": indices(choice.calibration),
         "holdout_indices": indices(choice.holdout),
-        "sha256": hashlib.sha256("".join(example.digest for example in used).encode()).hexdigest(),
+        "sha256": hash_rows(used),
         "tokens": tokens(calibration),
         "holdout_tokens": tokens(holdout),
         "target_tokens": tokens(calibration, "labels"),

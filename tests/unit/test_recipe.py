@@ -121,7 +121,7 @@ def test_a_task_says_how_it_is_evaluated(read: Read) -> None:
         "{split: 1}": "eval.split is 1; give the name of a split",
         "{text_model: org/clip}": "eval has a text_model and no templates",
         '{templates: ["a {}"]}': "eval has templates and no text_model",
-        '{text_model: org/clip, templates: ["a {x}"]}': "where 'a {x}' should have one {}",
+        '{text_model: org/clip, templates: ["a {x}"]}': "eval.templates is ['a {x}'], where 'a {x}' should have one {}",
         '{text_model: org/clip, templates: ["a {}"], class_names: [1, 2]}': "eval.class_names is [1, 2]; give a list",
     }.items():
         assert f"featcal.tasks[1].{problem}" in error_of(read, evaluated(wrong))
