@@ -42,6 +42,17 @@ class Call:
 
         return Call(self.path, tree_map(move, self.args), tree_map(move, self.kwargs))
 
+    def cast(self, dtype: torch.dtype) -> Call:
+        """The same call for a block of another dtype. Masks hold the least number there is; it stays in range."""
+        limits = torch.finfo(dtype)
+
+        def convert(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == dtype:
+                return value
+            return value.clamp(limits.min, limits.max).to(dtype)
+
+        return Call(self.path, tree_map(convert, self.args), tree_map(convert, self.kwargs))
+
     @property
     def hidden_states(self) -> Tensor:
         """The block's own tokens, (batch, tokens, width): its first tensor."""

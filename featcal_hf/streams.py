@@ -137,7 +137,7 @@ class TaskStreams:
             self.before.add(
                 first_tensor(merged_output),
                 first_tensor(expert_output),
-                first_tensor(run_block(block, expert_call)),
+                first_tensor(run_block(block, expert_call.cast(first_tensor(merged_output).dtype))),
                 own_mask(stream, pair.inputs),
             )
             pair.expert_output = _at_home(pair.expert, expert_output)
@@ -162,7 +162,9 @@ class TaskStreams:
             self.after.add(
                 first_tensor(pair.student_output).to(device),
                 first_tensor(pair.expert_output).to(device),
-                first_tensor(run_block(block, _call(pair.expert, device))),
+                first_tensor(
+                    run_block(block, _call(pair.expert, device).cast(first_tensor(pair.student_output).dtype))
+                ),
                 own_mask(stream, pair.inputs),
             )
 
