@@ -377,7 +377,13 @@ def test_vision_experts_of_a_whole_clip_make_a_vision_model(tmp_path: Path) -> N
     for task in TASKS:
         hf.CLIPVisionModel.from_pretrained(tmp_path / task).save_pretrained(tmp_path / "tower" / task)
     models = [{"model": str(tmp_path / "tower" / task), "parameters": {"weight": WEIGHTS[task]}} for task in TASKS]
-    merge(write_recipe(tmp_path, models=models), tmp_path / "merged")
+    rows = write_data(tmp_path / "rows")
+    tasks = [
+        {"model": model["model"], "dataset": str(rows[task]), "image": "image"}
+        for model, task in zip(models, TASKS, strict=True)
+    ]
+    recipe = write_recipe(tmp_path, models=models, featcal={"samples": 8, "holdout": 4, "tasks": tasks})
+    merge(recipe, tmp_path / "merged")
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["architectures"] == ["CLIPVisionModel"]
     assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
     merged = tensors_of(tmp_path / "merged")
@@ -385,6 +391,7 @@ def test_vision_experts_of_a_whole_clip_make_a_vision_model(tmp_path: Path) -> N
     for name, value in merged.items():
         key = f"vision_model.{name.removeprefix('vision_model.')}"
         torch.testing.assert_close(value.double(), expected[key], rtol=1e-6, atol=1e-6)
+    assert len(calibrate(recipe, tmp_path / "merged").blocks) == 2
 
 
 def test_an_expert_may_be_the_base_with_an_adapter(tmp_path: Path) -> None:
@@ -447,6 +454,27 @@ REFUSED: dict[str, tuple[Callable[[Path], dict[str, Any]], type[Exception], str]
     "another architecture": (other_family, CheckpointError, "is a dinov2 model, the merged model is a vit"),
     "a tensor is missing": (lost_tensor, CheckpointError, "lacks 1 of 40 tensors"),
     "a parameter is missing": (no_weight, RecipeError, "Missing required parameter weight"),
+    "parts of an architecture": (
+        lambda root: {
+            "models": None,
+            "modules": {
+                "default": {"models": [{"model": str(root / task), "parameters": {"weight": 1}} for task in TASKS]}
+            },
+        },
+        RecipeError,
+        "mergekit's descriptions of architectures",
+    ),
+    "slices of half the blocks": (
+        lambda root: {
+            "models": None,
+            "parameters": {"weight": 0.5},
+            "slices": [
+                {"sources": [{"model": str(root / label), "layer_range": [0, 1]} for label in ("base", *TASKS)]}
+            ],
+        },
+        RecipeError,
+        "slices make 1 blocks, but .*base has 2",
+    ),
     "another tokenizer": (lambda root: {"tokenizer_source": "union"}, RecipeError, "changes the tokenizer"),
     "an integer dtype": (lambda root: {"dtype": "int64"}, RecipeError, "dtype is 'int64', expected one of float32"),
 }
@@ -497,6 +525,49 @@ def test_a_merge_that_ends_early_leaves_nothing(tmp_path: Path, monkeypatch: pyt
         "merged",
         *(f"merged/{name}" for name in contents(tmp_path / "merged")),
     }
+
+
+def test_pickled_weights_under_berts_old_names_are_merged_under_those_names(tmp_path: Path) -> None:
+    save_models("bert", tmp_path)
+    expected = float64_of(tmp_path)
+
+    def old(name: str) -> str:
+        return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+
+    for label in ("base", "left"):
+        tensors = load_file(tmp_path / label / "model.safetensors")
+        torch.save({old(name): value for name, value in tensors.items()}, tmp_path / label / "pytorch_model.bin")
+        (tmp_path / label / "model.safetensors").unlink()
+    merge(write_recipe(tmp_path), tmp_path / "merged")
+    merged = tensors_of(tmp_path / "merged")
+    assert "bert.encoder.layer.0.output.LayerNorm.gamma" in merged
+    for name, value in expected.items():
+        torch.testing.assert_close(merged[old(name)].double(), value, rtol=1e-6, atol=1e-6)
+    _, info = hf.BertForSequenceClassification.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(info.values()), info
+
+
+def test_a_tied_head_stands_in_for_one_that_an_expert_doesnt_save(tmp_path: Path) -> None:
+    save_models("llama", tmp_path)
+    right = hf.LlamaForCausalLM.from_pretrained(tmp_path / "right")
+    config = hf.LlamaConfig(**right.config.to_dict() | {"tie_word_embeddings": True})
+    tied = hf.LlamaForCausalLM(config)
+    tied.load_state_dict(right.state_dict() | {"lm_head.weight": right.model.embed_tokens.weight})
+    tied.save_pretrained(tmp_path / "right")
+    assert "lm_head.weight" not in tensors_of(tmp_path / "right")
+    recipe = write_recipe(tmp_path)
+    merge(recipe, tmp_path / "merged")
+    assert_same(tensors_of(tmp_path / "merged"), by_mergekit_yaml(recipe, tmp_path / "theirs"))
+
+
+def test_models_can_be_read_from_elsewhere(tmp_path: Path, featcal: Callable[..., Outcome]) -> None:
+    save_models("vit", tmp_path)
+    recipe = write_recipe(tmp_path)
+    merge(recipe, tmp_path / "merged")
+    write_recipe(tmp_path, base_model="org/base")
+    outcome = featcal("merge", recipe, tmp_path / "mapped", "--map", f"org/base={tmp_path / 'base'}", "--quiet")
+    assert outcome == Outcome(0, "", "")
+    assert_same(tensors_of(tmp_path / "mapped"), tensors_of(tmp_path / "merged"))
 
 
 def test_the_function_is_the_packages(tmp_path: Path) -> None:
