@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 from mergekit.card import generate_card
-from mergekit.common import ModelReference, dtype_from_name, parse_kmb
-from mergekit.config import MergeConfiguration
+from mergekit.common import ModelPath, ModelReference, dtype_from_name, parse_kmb
+from mergekit.config import InputModelDefinition, MergeConfiguration
 from torch import Tensor
 from transformers import set_seed
 
@@ -29,6 +29,7 @@ from featcal_hf.save import check_space, sync, work_folder, write_text
 from featcal_hf.shards import ShardWriter, plan_shards
 
 SHARD_SIZE = "5B"
+CARD_RECIPE = "the recipe's text"
 CONFIGS = ("config.json", "generation_config.json")
 TOKENIZERS = (
     "tokenizer.json",
@@ -252,10 +253,28 @@ def _set_dtype(path: Path, dtype: str) -> None:
 
 
 def _write_card(document: Document, configuration: MergeConfiguration, folder: Path, name: str) -> None:
+    """Write mergekit's card; it is given local folders as absolute paths, or it would ask the Hub for them."""
     write_text(folder / "mergekit_config.yml", document.text)
-    try:
-        card = generate_card(config=configuration, config_yaml=document.text, name=name)
-    except Exception as error:  # it asks the Hub about folders that look like ids
-        logger.warning("README.md was not written: mergekit's model card failed (%s)", error)
-        return
-    write_text(folder / "README.md", card)
+    local = {
+        str(Path(path.path).absolute()): path.path
+        for reference in configuration.referenced_models()
+        for path in (reference.model, reference.lora)
+        if path is not None and Path(path.path).exists()
+    }
+    named = MergeConfiguration(
+        merge_method=configuration.merge_method,
+        base_model=None if configuration.base_model is None else _absolute(configuration.base_model),
+        models=[InputModelDefinition(model=_absolute(model)) for model in configuration.referenced_models()],
+    )
+    card: str = generate_card(config=named, config_yaml=CARD_RECIPE, name=name)
+    for path in sorted(local, key=len, reverse=True):
+        card = card.replace(path, local[path])
+    write_text(folder / "README.md", card.replace(CARD_RECIPE, document.text))
+
+
+def _absolute(reference: ModelReference) -> ModelReference:
+    def located(path: ModelPath) -> ModelPath:
+        return ModelPath(path=str(Path(path.path).absolute())) if Path(path.path).exists() else path
+
+    lora = None if reference.lora is None else located(reference.lora)
+    return ModelReference(model=located(reference.model), lora=lora)

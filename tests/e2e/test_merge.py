@@ -14,6 +14,7 @@ import torch
 import transformers as hf
 import yaml
 from families import FAMILIES, TASKS, Family, base_model, expert_model, save_side_files, write_data
+from mergekit.card import generate_card
 from mergekit.config import MergeConfiguration
 from mergekit.graph import Executor
 from mergekit.merge import run_merge
@@ -302,6 +303,20 @@ def test_files_are_the_bases_and_the_recipe_and_card_are_mergekits(tmp_path: Pat
     assert recipe.read_text() in (tmp_path / "merged" / "README.md").read_text()
     merge(recipe, tmp_path / "bare", copy_tokenizer=False, write_model_card=False)
     assert {path.name for path in (tmp_path / "bare").iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_the_card_is_mergekits_and_asks_the_hub_nothing_about_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_models("vit", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    models = [{"model": task, "parameters": {"weight": 0.3}} for task in TASKS]
+    recipe = write_recipe(tmp_path, base_model="base", models=models)
+    merge(recipe, "merged")
+    monkeypatch.setattr("mergekit.card.is_hf", lambda path: False)
+    configuration = MergeConfiguration.model_validate(yaml.safe_load(recipe.read_text()))
+    expected = generate_card(configuration, recipe.read_text(), "merged")
+    assert sorted((tmp_path / "merged" / "README.md").read_text().splitlines()) == sorted(expected.splitlines())
 
 
 def test_the_config_says_the_dtype_of_the_result(tmp_path: Path) -> None:
