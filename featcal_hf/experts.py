@@ -234,7 +234,8 @@ class AdaptedModel:
             raise CheckpointError(
                 f"adapter {adapter.checkpoint.folder} doesn't fit {folder}: {len(foreign)} of its tensors have no "
                 f"place there ({listed(foreign) or 'none'}), and {len(absent)} that its config asks for are missing "
-                f"({listed(absent) or 'none'}); {advice}, or download the adapter again."
+                f"({listed(absent) or 'none'}); {advice}, download the adapter again, or "
+                f"if PEFT itself takes it (it converts what older transformers wrote) {MERGE_IT}."
             )
         wanted = {**expected, **{name: shapes[own] for name, own in self._weights.items()}}
         placed = [name for name in adapter.names if name in wanted]

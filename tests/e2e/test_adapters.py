@@ -454,6 +454,10 @@ def put(value: float) -> Callable[[AdaptedMerge], None]:
     return spoil
 
 
+def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("q_proj", "old_proj"): tensors.pop(name) for name in list(tensors) if "q_proj" in name}
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -480,6 +484,10 @@ BROKEN = {
             merge.weights, lambda tensors: tensors.update({f"base_model.model.{FOREIGN}": torch.ones(4, 32)})
         ),
         ("doesn't fit", "1 of its tensors have no place there", FOREIGN, WRONG_BASE),
+    ),
+    "names that PEFT converts from an older transformers": Broken(
+        lambda merge: change_tensors(merge.weights, lambda tensors: tensors.update(renamed(tensors))),
+        ("6 of its tensors have no place there", "model.layers.0.self_attn.old_proj.lora_A.weight", "merge_and_unload"),
     ),
     "another width": Broken(
         lambda merge: merge.train(LoraConfig(r=4, target_modules=PROJECTIONS), base=build_llama(hidden_size=64)),
@@ -612,17 +620,19 @@ def test_the_base_inside_a_peft_model_is_taken_without_its_adapters(trained: Cal
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-def test_in_memory_a_bfloat16_base_is_merged_in_float32_and_cast_once(trained: Callable[[str], Trained]) -> None:
-    adapter = trained("lora")
-    model = adapter.peft_model(torch.bfloat16)
-    exact = LlamaForCausalLM.from_pretrained(adapter.base, dtype=torch.bfloat16).float()
-    wanted = find_blocks(PeftModel.from_pretrained(exact, adapter.adapter).merge_and_unload())
+@pytest.mark.parametrize("name", ["lora", "dora", "rank and alpha patterns"])
+def test_in_memory_a_bfloat16_adapter_and_base_are_merged_in_float32_and_cast_once(
+    name: str, trained: Callable[[str], Trained]
+) -> None:
+    adapter = trained(name)
+    model = adapter.peft_model().bfloat16()
+    wanted = find_blocks(copy.deepcopy(model).float().merge_and_unload())
     resident = ResidentAdapter(model.get_base_model(), merge=True)
     for path, reference in wanted.items():
         with resident.block(path, CPU) as block:
             found = dict(block.named_parameters())
             assert found.keys() == dict(reference.named_parameters()).keys()
-            assert all(torch.equal(found[name], value.bfloat16()) for name, value in reference.named_parameters())
+            assert all(torch.equal(found[key], value.bfloat16()) for key, value in reference.named_parameters())
 
 
 def test_a_disabled_adapter_is_no_part_of_the_expert(trained: Callable[[str], Trained]) -> None:
