@@ -1,6 +1,8 @@
 """FeatCal for the Hugging Face workflow: repair a merged model's features, block by block, in closed form."""
 
 from featcal_hf.errors import CheckpointError, DataError, FeatCalError, RecipeError, SolveError
+from featcal_hf.eval_report import EvalReport
+from featcal_hf.evaluation import evaluate
 from featcal_hf.in_memory import CalibrationReport, calibrate_model
 from featcal_hf.merge import MergeReport, merge
 from featcal_hf.recipe import Settings
@@ -12,6 +14,7 @@ __all__ = [
     "CalibrationReport",
     "CheckpointError",
     "DataError",
+    "EvalReport",
     "FeatCalError",
     "MergeReport",
     "RecipeError",
@@ -21,5 +24,6 @@ __all__ = [
     "__version__",
     "calibrate",
     "calibrate_model",
+    "evaluate",
     "merge",
 ]
