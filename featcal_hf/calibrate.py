@@ -166,8 +166,9 @@ def _calibrate_block(
     with student.block(path, device) as block:
         stream = token_stream(student.module, block)
         plan = _first_look(place, student, block, streams[0], settings, device)
+        own, encoder = zip(*(task.most_tokens(stream, device) for task in streams), strict=True)
         with base.block(path, device) if base else nullcontext() as base_block:
-            systems = BlockSystems(path, plan, block, base_block, settings)
+            systems = BlockSystems(path, plan, block, base_block, settings, (sum(own), sum(encoder)))
             for part, task in enumerate(streams):
                 on_step(Step(path, place.number, place.blocks, task.name, part, steps))
                 with task.expert.block(path, device) as expert_block:

@@ -72,9 +72,14 @@ def task_input(width: int, tokens: int, narrow: dict[str, Tensor], device: torch
         narrow: see `InputMoments`.
         device: where the moments live.
     """
-    if tokens <= FEW_TOKENS * width:
+    if are_few(tokens, width):
         return InputFeatures(width, device)
     return InputMoments(width, narrow, device)
+
+
+def are_few(tokens: int, width: int) -> bool:
+    """Whether tokens are so few beside the width d_in that features are smaller and cheaper than Grams."""
+    return tokens <= FEW_TOKENS * width
 
 
 class InputMoments:
@@ -145,7 +150,10 @@ class InputMoments:
 
 
 class InputFeatures:
-    """Moments of an input kept as the features themselves: smaller and cheaper than a Gram while n < d_in."""
+    """Moments of an input kept as the features themselves: smaller and cheaper than a Gram while n < d_in.
+
+    After `average`, `student` are the features (tokens, d_in) and `weights` w_t / n (tokens,).
+    """
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.tokens = 0.0
@@ -153,8 +161,8 @@ class InputFeatures:
         self.shift = torch.zeros(width, device=device)
         self._device = device
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._student = self._delta = torch.zeros(0, width, device=device)
-        self._weights = torch.zeros(0, device=device)
+        self.student = self._delta = torch.zeros(0, width, device=device)
+        self.weights = torch.zeros(0, device=device)
 
     def add(self, student: Tensor, expert: Tensor, weights: Tensor | None) -> None:
         """See `TaskInput.add`."""
@@ -167,32 +175,35 @@ class InputFeatures:
         """See `TaskInput.average`."""
         students, deltas, weights = zip(*self._parts, strict=True)
         self._parts = []
-        self._student, self._delta = torch.cat(students), torch.cat(deltas)
-        self._weights = torch.cat(weights) / self.tokens
-        self.mean = self._weights @ self._student
-        self.shift = self._weights @ self._delta
+        self.student, self._delta = torch.cat(students), torch.cat(deltas)
+        self.weights = torch.cat(weights) / self.tokens
+        self.mean = self.weights @ self.student
+        self.shift = self.weights @ self._delta
 
     def frobenius(self) -> float:
         """See `TaskInput.frobenius`: ‖Xᵀ X‖_F = ‖X Xᵀ‖_F, which is smaller here."""
-        rows = self._student * self._weights.sqrt()[:, None]
+        rows = self.student * self.weights.sqrt()[:, None]
         return frobenius(rows @ rows.T)
 
     def trace(self) -> float:
         """See `TaskInput.trace`."""
-        return float(self._weights @ self._student.square().sum(1))
+        return float(self.weights @ self.student.square().sum(1))
 
     def add_gram(self, total: Tensor, factor: float) -> None:
         """See `TaskInput.add_gram`."""
-        _add_lower_triangle(total, self._student * self._weights[:, None], self._student, factor)
+        _add_lower_triangle(total, self.student * self.weights[:, None], self.student, factor)
 
     def answer(self, name: str, rows: slice, gap: Tensor, expert: Tensor, alpha: float) -> Tensor:
         """See `TaskInput.answer`."""
-        outputs = (self._student @ gap.T).addmm_(self._delta, expert.T, alpha=alpha)
-        return (outputs * self._weights[:, None]).T @ self._student
+        return (self.outputs(gap, expert, alpha) * self.weights[:, None]).T @ self.student
+
+    def outputs(self, gap: Tensor, expert: Tensor, alpha: float) -> Tensor:
+        """(W_i - A) x_t + α W_i δ_t, shape (tokens, rows), for the weights' rows given."""
+        return (self.student @ gap.T).addmm_(self._delta, expert.T, alpha=alpha)
 
     def is_finite(self) -> bool:
         """See `TaskInput.is_finite`."""
-        return bool(self._student.sum().isfinite() and self._delta.sum().isfinite())
+        return bool(self.student.sum().isfinite() and self._delta.sum().isfinite())
 
 
 class NormMoments:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from featcal_hf.errors import SolveError
 from featcal_hf.moments import NormMoments, TaskInput, frobenius
+from featcal_hf.ridge import Ridge, TokenRidge, WidthRidge
 
 EPSILON = 1e-8
 ADAPTIVE_RIDGE = 0.1
@@ -61,18 +62,25 @@ class InputSystem:
         alpha: α, the target blend.
         scale: 'frobenius' or 'trace', see `task_weight`.
         device: where the system lives.
+        few_tokens: all tasks together have fewer tokens than d_in; their moments must keep the features.
     """
 
     def __init__(
-        self, width: int, lambda_: float | None, rho: float, alpha: float, scale: str, device: torch.device
+        self,
+        width: int,
+        lambda_: float | None,
+        rho: float,
+        alpha: float,
+        scale: str,
+        device: torch.device,
+        few_tokens: bool = False,
     ) -> None:
-        self.width, self.rho, self.alpha, self.scale = width, rho, alpha, scale
+        self.width, self.rho, self.alpha, self.scale, self.device = width, rho, alpha, scale, device
         self._lambda = lambda_
         self._tokens: list[float] = []
-        self._gram = torch.zeros(width, width, device=device)
+        self._ridge: Ridge = TokenRidge() if few_tokens else WidthRidge(width, device)
         self._mean = torch.zeros(width, device=device)
         self._task_weights = 0.0
-        self._residuals: dict[str, Tensor] = {}
         self._bias_residuals: dict[str, Tensor] = {}
 
     @property
@@ -87,33 +95,30 @@ class InputSystem:
         """Weighted tokens of all tasks."""
         return sum(self._tokens)
 
-    def add_task(self, moments: TaskInput) -> float:
-        """Add a task's averaged Gram; returns its weight ω_i."""
+    def add_task(self, moments: TaskInput) -> None:
+        """Add a task's averaged moments; the modules that follow are its."""
         omega = task_weight(moments, self.width, self.scale)
         self._tokens.append(moments.tokens)
-        moments.add_gram(self._gram, omega)
+        self._ridge.add_task(moments, omega)
         self._mean.add_(moments.mean, alpha=omega)
         self._task_weights += omega
-        return omega
+        self._task = moments, omega
 
-    def add_module(
-        self, name: str, omega: float, moments: TaskInput, expert: Linear, merged: Linear, base: Linear | None
-    ) -> None:
-        """Add one module's right-hand side for the task; `omega` is what `add_task` gave."""
-        device = self._gram.device
-        if name not in self._residuals:
-            self._residuals[name] = torch.zeros(merged.weight.shape, device=device)
-            self._bias_residuals[name] = torch.zeros(len(merged.weight), device=device)
+    def add_module(self, name: str, expert: Linear, merged: Linear, base: Linear | None) -> None:
+        """Add one module's right-hand side for the task added last."""
+        moments, omega = self._task
+        height = len(merged.weight)
+        if name not in self._bias_residuals:
+            self._bias_residuals[name] = torch.zeros(height, device=self.device)
         for rows in _row_chunks(merged.weight):
-            target = expert.weight[rows].to(device).float()
-            gap = target - _anchor_rows(merged, base, rows, self.rho).to(device)
-            answer = moments.answer(name, rows, gap, target, self.alpha)
-            self._residuals[name][rows].add_(answer, alpha=omega)
+            target = expert.weight[rows].to(self.device).float()
+            gap = target - _anchor_rows(merged, base, rows, self.rho).to(self.device)
+            self._ridge.add_answer(name, height, rows, gap, target, self.alpha)
             bias_answer = gap @ moments.mean + self.alpha * (target @ moments.shift)
             self._bias_residuals[name][rows].add_(bias_answer, alpha=omega)
         bias_anchor = anchor_bias(merged, base, self.rho)
         if bias_anchor is not None and expert.bias is not None:
-            gap = expert.bias.to(device).float() - bias_anchor.to(device)
+            gap = expert.bias.to(self.device).float() - bias_anchor.to(self.device)
             self._bias_residuals[name].add_(gap, alpha=omega)
 
     def factor(self, where: str) -> None:
@@ -122,24 +127,16 @@ class InputSystem:
         Raises:
             SolveError: not positive definite in float64 either; `where` names the modules.
         """
-        self._gram.diagonal().add_(self.lambda_ + EPSILON)
-        factor, info = torch.linalg.cholesky_ex(self._gram)
-        if int(info) != 0:
-            factor, info = torch.linalg.cholesky_ex(self._gram.cpu().double())
-        if int(info) != 0:
+        if not self._ridge.factor(self.lambda_ + EPSILON):
             raise SolveError(
                 f"{where}: the regularised Gram ({self.width} x {self.width}, lambda {self.lambda_:.3g}, "
                 f"{self.tokens:.0f} tokens) is not positive definite, even in float64; raise featcal.lambda or "
                 "give the tasks more samples."
             )
-        self._gram = factor
 
     def solve(self, name: str, merged: Linear, base: Linear | None) -> Linear:
         """W* and b* of one module in float32, after `factor`. Frees its right-hand side."""
-        residual = self._residuals.pop(name)
-        factor = self._gram
-        solution = torch.cholesky_solve(residual.T.to(factor.device, factor.dtype), factor).T
-        step = solution.to(residual.device, torch.float32)
+        step = self._ridge.step(name)
         bias_anchor = anchor_bias(merged, base, self.rho)
         bias = None
         if bias_anchor is not None:

@@ -120,7 +120,7 @@ class TaskStreams:
     ) -> TaskMoments:
         """Run the task's tokens through the student's block as it stands and through the expert's block."""
         self.before, self.after = DriftMeter(), DriftMeter()
-        own, encoder = self._most_tokens(stream, device)
+        own, encoder = self.most_tokens(stream, device)
         moments = TaskMoments(plan, expert_block, own, encoder, device)
         for pair in self.calibration:
             student_run = run_block_watched(block, _call(pair.student, device), plan.watched)
@@ -144,7 +144,8 @@ class TaskStreams:
             pair.merged_output = _at_home(pair.merged, merged_output)
         return moments
 
-    def _most_tokens(self, stream: str, device: torch.device) -> tuple[int, int]:
+    def most_tokens(self, stream: str, device: torch.device) -> tuple[int, int]:
+        """Tokens of the task at most: the block's own, and those that its cross-attention reads."""
         own = encoder = 0
         for pair in self.calibration:
             mask, encoder_mask = own_mask(stream, pair.inputs), pair.inputs.tokens

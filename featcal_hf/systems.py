@@ -19,7 +19,7 @@ from featcal_hf.modules import (
     reads_keys_or_values,
     stored_weight,
 )
-from featcal_hf.moments import NormMoments, TaskInput, task_input
+from featcal_hf.moments import NormMoments, TaskInput, are_few, task_input
 from featcal_hf.recipe import Settings
 from featcal_hf.solve import InputSystem, Linear, NormSystem, anchor, relative_step
 from featcal_hf.tokens import counted, token_weights
@@ -249,13 +249,29 @@ class BlockUpdate:
 
 
 class BlockSystems:
-    """The running systems of all modules of one block; tasks are added one at a time."""
+    """The running systems of all modules of one block; tasks are added one at a time.
+
+    Args:
+        path: the block.
+        plan: what its modules read.
+        merged: the student's block as it stands.
+        base: the base's block, None without one.
+        settings: λ, ρ, α and switches, resolved.
+        most_tokens: tokens of all tasks at most: the block's own, and those its cross-attention reads.
+    """
 
     def __init__(
-        self, path: str, plan: BlockPlan, merged: nn.Module, base: nn.Module | None, settings: Settings
+        self,
+        path: str,
+        plan: BlockPlan,
+        merged: nn.Module,
+        base: nn.Module | None,
+        settings: Settings,
+        most_tokens: tuple[int, int],
     ) -> None:
         self.path, self.plan, self.merged, self.base, self.settings = path, plan, merged, base, settings
         self._device = next(merged.parameters()).device
+        self._most_tokens = most_tokens
         self._rho = 1.0 if settings.rho is None else settings.rho
         self._inputs: dict[InputGroup, InputSystem] = {}
         self._norms = {norm: NormSystem(*self._norm_anchor(norm), settings.lambda_) for norm in plan.norms}
@@ -272,11 +288,12 @@ class BlockSystems:
                     self.settings.alpha,
                     str(self.settings.scale),
                     self._device,
+                    are_few(self._most_tokens[group.reads_encoder], group.width),
                 )
-            omega = self._inputs[group].add_task(group_moments)
+            self._inputs[group].add_task(group_moments)
             for name in group.names:
                 merged, base = self._linears(name)
-                self._inputs[group].add_module(name, omega, group_moments, self._linear(expert, name), merged, base)
+                self._inputs[group].add_module(name, self._linear(expert, name), merged, base)
         for norm, norm_moments in moments.norms.items():
             self._norms[norm].add_task(norm_moments, norm.gamma(expert), bias_of(expert.get_submodule(norm.name)))
 

@@ -25,27 +25,26 @@ def linear(generator: torch.Generator, bias: bool) -> Linear:
 class Problem:
     """A merged and a base module, two experts, and their features."""
 
-    def __init__(self, bias: bool = True) -> None:
+    def __init__(self, bias: bool = True, tokens: tuple[int, int] = (TOKENS, TOKENS + 9)) -> None:
         generator = torch.Generator().manual_seed(0)
         self.merged, self.base = linear(generator, bias), linear(generator, bias)
         self.experts = [linear(generator, bias) for _ in range(2)]
-        self.students = [torch.randn(TOKENS + 9 * i, WIDTH, generator=generator) + 0.2 for i in range(2)]
+        self.students = [torch.randn(count, WIDTH, generator=generator) + 0.2 for count in tokens]
         self.targets = [x + 0.4 * torch.randn(x.shape, generator=generator) for x in self.students]
 
     def moments(self, task: int, kind: str) -> TaskInput:
         narrow = {"module": self.experts[task].weight} if kind == "narrow" else {}
-        moments = InputFeatures(WIDTH, CPU) if kind == "features" else InputMoments(WIDTH, narrow, CPU)
+        moments = InputFeatures(WIDTH, CPU) if kind in ("features", "few tokens") else InputMoments(WIDTH, narrow, CPU)
         moments.add(self.students[task], self.targets[task], None)
         moments.average()
         return moments
 
     def solve(self, lambda_: float | None, scale: str, kind: str = "gram", base: bool = True) -> Linear:
-        system = InputSystem(WIDTH, lambda_, RHO, ALPHA, scale, CPU)
+        system = InputSystem(WIDTH, lambda_, RHO, ALPHA, scale, CPU, few_tokens=kind == "few tokens")
         origin = self.base if base else None
         for task, expert in enumerate(self.experts):
-            moments = self.moments(task, kind)
-            omega = system.add_task(moments)
-            system.add_module("module", omega, moments, expert, self.merged, origin)
+            system.add_task(self.moments(task, kind))
+            system.add_module("module", expert, self.merged, origin)
         system.factor("block.module")
         return system.solve("module", self.merged, origin)
 
@@ -85,11 +84,11 @@ def assert_close(ours: Tensor, exact: np.ndarray) -> None:
     assert np.linalg.norm(array(ours) - exact) <= 3e-6 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("kind", ["gram", "narrow", "features"])
+@pytest.mark.parametrize("kind", ["gram", "narrow", "features", "few tokens"])
 @pytest.mark.parametrize("scale", ["frobenius", "trace"])
 @pytest.mark.parametrize("lambda_", [0.05, 3.0, None], ids=["small ridge", "large ridge", "adaptive ridge"])
 def test_weight_and_bias_solve_the_papers_equations(lambda_: float | None, scale: str, kind: str) -> None:
-    problem = Problem()
+    problem = Problem(tokens=(3, 4)) if kind == "few tokens" else Problem()
     weight, bias = problem.expected(lambda_, scale)
     solved = problem.solve(lambda_, scale, kind)
     assert_close(solved.weight, weight)
@@ -165,8 +164,9 @@ def test_a_gram_that_float32_can_not_factor_is_factored_in_float64() -> None:
     generator = torch.Generator().manual_seed(1)
     merged = Linear(torch.randn(4, 256, generator=generator), None)
     expert = Linear(torch.randn(4, 256, generator=generator), None)
-    omega = system.add_task(moments)
-    system.add_module("module", omega, moments, expert, merged, None)
+    system.add_task(moments)
+    system.add_module("module", expert, merged, None)
+    omega = task_weight(moments, 256, "frobenius")
     regularised = omega * moments.gram + (1e-9 + EPSILON) * torch.eye(256)
     assert int(torch.linalg.cholesky_ex(regularised)[1]) != 0, "float32 would have done"
     system.factor("block.module")
