@@ -44,7 +44,7 @@ def cells(line: Line) -> list[str]:
     ]
     if line.has_gap is False:
         return [*shown, "no gap"]
-    return [*shown, NOT_MEASURED if line.recovered is None else f"{line.recovered:.0%}"]
+    return [*shown, NOT_MEASURED if line.recovered is None else f"{round(line.recovered, 2) + 0:.0%}"]
 
 
 def remarks(record: dict[str, object]) -> list[str]:

@@ -52,10 +52,10 @@ EXACT_MATCH = Metric("exact match", True, 3, percent=True)
 SPEARMAN = Metric("Spearman's ρ", True, 3)
 ACCURACY = Metric("accuracy", True, 3, percent=True)
 ZERO_SHOT = Metric("zero-shot accuracy", True, 3, percent=True)
-LOGIT_L2 = Metric("drift: logit L2", False, 3, drift=True, ideal=0.0)
-KL = Metric("drift: KL from expert", False, 4, drift=True, ideal=0.0)
-AGREEMENT = Metric("drift: top-1 agreement", True, 3, percent=True, drift=True, ideal=1.0)
-COSINE = Metric("drift: pooled cosine", True, 4, drift=True, ideal=1.0)
+LOGIT_L2 = Metric("logit L2 to expert", False, 3, drift=True, ideal=0.0)
+KL = Metric("KL from expert", False, 4, drift=True, ideal=0.0)
+AGREEMENT = Metric("top-1 as expert", True, 3, percent=True, drift=True, ideal=1.0)
+COSINE = Metric("cosine with expert", True, 4, drift=True, ideal=1.0)
 
 
 def finite(value: float) -> float | None:

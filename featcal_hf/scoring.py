@@ -212,10 +212,12 @@ class Scorer:
             keep_bytes: keep as many of the first outputs as fit.
         """
         score = Score()
-        total, count = 0.0, 0
+        total, count, rows = 0.0, 0, 0
+        compares = expert is not None
         drift: OutputDrift | None = None
         for number, batch in enumerate(self.data.batches):
             outputs, targets = self._outputs(batch)
+            rows += len(outputs)
             if targets is not None:
                 loss = self.reading.metric is measures.LOSS
                 total += measures.total_loss(outputs, targets) if loss else measures.hits(outputs, targets)
@@ -229,7 +231,7 @@ class Scorer:
                 if outputs.shape[-1] != expert[number].shape[-1]:
                     widths = f"{outputs.shape[-1]} outputs, the expert {expert[number].shape[-1]}"
                     score.notes.append(f"no drift: the model has {widths}")
-                    expert, drift = None, None
+                    expert, drift, compares = None, None, False
                 else:
                     drift.add(outputs[: len(expert[number])], expert[number])
         if self.reading.metric is not None:
@@ -240,6 +242,11 @@ class Scorer:
                 score.counts["tokens"] = count
         if any(batch.prompts for batch in self.data.batches):
             self._generated(score)
+        compared = drift.rows if drift is not None else 0
+        if compares and compared < rows:
+            score.notes.append(
+                f"drift is of the first {compared} of {rows} outputs, as many of the expert's as are kept"
+            )
         if drift is not None:
             score.values |= drift.means()
             score.counts["drift_rows"] = drift.rows
