@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -197,6 +200,33 @@ def test_results_of_the_harness_are_added_and_running_it_says_what_to_install(
     refused = featcal(*command, "--lm-eval", "gsm8k")
     assert refused.code == 1
     assert 'pip install "featcal_hf[lm-eval]"' in refused.errors
+
+
+def test_the_harness_is_run_on_the_merged_and_the_calibrated_model(
+    evaluated: Evaluated, featcal: Featcal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a stand-in for the harness, which is no dependency."""
+    ran: list[dict[str, Any]] = []
+
+    def simple_evaluate(**arguments: Any) -> dict[str, Any]:
+        ran.append(arguments)
+        return {"results": {"arc_easy": {"acc,none": 0.1 * len(ran)}}, "higher_is_better": {"arc_easy": {"acc": True}}}
+
+    harness = ModuleType("lm_eval")
+    harness.__spec__ = ModuleSpec("lm_eval", None)
+    monkeypatch.setattr(harness, "simple_evaluate", simple_evaluate, raising=False)
+    monkeypatch.setitem(sys.modules, "lm_eval", harness)
+    output = tmp_path / "report.json"
+    command = ("eval", evaluated.merge.recipe, evaluated.out, "--merged", evaluated.merge.merged, "--output", output)
+    outcome = featcal(*command, "--lm-eval", "arc_easy, gsm8k", "--batch-size", "4")
+    assert outcome.code == 0, outcome
+    assert [arguments["model_args"]["pretrained"] for arguments in ran] == [
+        str(evaluated.merge.merged),
+        str(evaluated.out),
+    ]
+    assert ran[0]["tasks"] == ["arc_easy", "gsm8k"]
+    (line,) = json.loads(output.read_text())["lm_eval"]
+    assert (line["merged"], line["calibrated"]) == pytest.approx((0.1, 0.2))
 
 
 def test_folders_that_are_not_what_they_are_named_as_are_refused(evaluated: Evaluated, tmp_path: Path) -> None:
