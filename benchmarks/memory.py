@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def build(folder: Path, shape: str, experts: int, blocks: int) -> tuple[Path, Path]:
-    """Write base, merged and expert checkpoints, their tokenizer, texts and recipe; returns recipe and merged folder."""
+    """Write base, merged and expert checkpoints, tokenizer, texts and recipe; returns recipe and merged folder."""
     config = LlamaConfig(
         **SHAPES[shape],
         num_hidden_layers=blocks,

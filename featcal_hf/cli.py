@@ -137,7 +137,7 @@ def calibrate_command(
         )
     if not quiet:
         show_result(console, report)
-        console.print(f"Wrote {output or model_dir}", highlight=False)
+        console.print(f"Wrote {output or model_dir}", highlight=False, soft_wrap=True)
 
 
 @cli.command("check")
@@ -239,7 +239,7 @@ def eval_command(
     )
     if not quiet:
         show_evaluation(console, report)
-        console.print(f"Wrote {output or model_dir / EVALUATION}", highlight=False)
+        console.print(f"Wrote {output or model_dir / EVALUATION}", highlight=False, soft_wrap=True)
 
 
 @cli.command("merge")
@@ -300,8 +300,10 @@ def merge_command(
         )
     if not quiet:
         copied = f", {len(report.copied)} copied" if report.copied else ""
-        console.print(f"{report.merged} tensors merged{copied} in {report.seconds:.0f} s", highlight=False)
-        console.print(f"Wrote {out}", highlight=False)
+        console.print(
+            f"{report.merged} tensors merged{copied} in {report.seconds:.0f} s", highlight=False, soft_wrap=True
+        )
+        console.print(f"Wrote {out}", highlight=False, soft_wrap=True)
 
 
 @cli.command("demo")
@@ -355,7 +357,7 @@ def _console(verbosity: int) -> Console:
 def _stages(console: Console, quiet: bool) -> Callable[[str], None]:
     def show(stage: str) -> None:
         if not quiet:
-            console.print(f"{stage} ...", highlight=False)
+            console.print(f"{stage} ...", highlight=False, soft_wrap=True)
 
     return show
 

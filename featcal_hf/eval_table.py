@@ -31,9 +31,10 @@ def show_evaluation(console: Console, report: EvalReport) -> None:
             f"{name}: {record['rows']} rows of {where}, none of them used for calibration "
             f"({record['left_out_rows']} left out); sha256 {record['sha256'][:16]}",
             highlight=False,
+            soft_wrap=True,
         )
         for text in remarks(record):
-            console.print(f"  {text}", highlight=False)
+            console.print(f"  {text}", highlight=False, soft_wrap=True)
 
 
 def cells(line: Line) -> list[str]:

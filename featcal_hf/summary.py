@@ -27,20 +27,23 @@ def show_plan(console: Console, prepared: Prepared, plan: Plan) -> None:
         f"lambda {ridge}, rho {settings.rho:g}, alpha {settings.alpha:g}, scale {settings.scale}; "
         f"{plan.linears} linear modules and {plan.norms} norms in {plan.blocks} blocks",
         highlight=False,
+        soft_wrap=True,
     )
     for reason, names in plan.kept.items():
         console.print(
             f"kept as merged: {len(names)} tensors ({names[0]}{', ...' if len(names) > 1 else ''}): {reason}",
             highlight=False,
+            soft_wrap=True,
         )
     console.print(
         f"estimated: {plan.peak_bytes / 1e9:.2f} GB peak memory, {plan.disk_bytes / 1e9:.2f} GB disk, "
         f"{plan.flops / 1e12:.2f} TFLOP",
         highlight=False,
+        soft_wrap=True,
     )
     for data in prepared.data:
         for warning in data.record["warnings"]:
-            console.print(f"warning: {warning}", highlight=False)
+            console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
 
 
 def show_result(console: Console, report: RunReport) -> None:
@@ -65,7 +68,7 @@ def show_result(console: Console, report: RunReport) -> None:
                 f"{after.cosine:.4f}",
             )
         console.print(table)
-    console.print(judgement(report), highlight=False)
+    console.print(judgement(report), highlight=False, soft_wrap=True)
 
 
 def judgement(report: RunReport) -> str:
