@@ -31,7 +31,7 @@ SHAPES = {
 }
 VOCABULARY = 128256
 WORDS = 4000
-SAMPLES, HOLDOUT, TOKENS = 8, 2, 128
+SAMPLES, TOKENS = 8, 128
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def build(folder: Path, shape: str, experts: int, blocks: int) -> tuple[Path, Pa
     tasks = []
     for seed, name in enumerate(names):
         source = random.Random(seed)
-        rows = [" ".join(f"w{source.randrange(WORDS)}" for _ in range(TOKENS)) for _ in range(SAMPLES + HOLDOUT)]
+        rows = [" ".join(f"w{source.randrange(WORDS)}" for _ in range(TOKENS)) for _ in range(SAMPLES)]
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
         tasks.append({"model": str(folder / name), "dataset": {"path": str(data)}, "text": "text"})
@@ -89,7 +89,7 @@ def build(folder: Path, shape: str, experts: int, blocks: int) -> tuple[Path, Pa
                 "base_model": str(folder / "base"),
                 "models": [{"model": str(folder / name), "parameters": {"weight": 0.3}} for name in names],
                 "dtype": "bfloat16",
-                "featcal": {"samples": SAMPLES, "holdout": HOLDOUT, "max_length": TOKENS, "tasks": tasks},
+                "featcal": {"samples": SAMPLES, "holdout": 0, "max_length": TOKENS, "tasks": tasks},
             },
             indent=1,
         ),

@@ -129,14 +129,13 @@ def calibrate_blocks(
                 _calibrate_block(place, student, base, streams, settings, device=device, write=write, on_step=on_step)
             )
             visited.add(path)
-            if len(visited) == len(paths):
+            if place.is_last:
                 break
             with student.outer():
                 for task in streams:
                     task.resume_students()
             for task in streams:
-                with task.expert.outer():
-                    task.resume_experts()
+                task.resume_experts(task.holdout)
     return reports
 
 
@@ -148,6 +147,11 @@ class BlockPlace:
     number: int
     blocks: int
     first_token_read: bool
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no block comes after it: the forwards then end where they are, and no head is run."""
+        return self.number + 1 == self.blocks
 
 
 def _calibrate_block(
@@ -175,6 +179,8 @@ def _calibrate_block(
                     moments = task.collect(plan, block, expert_block, stream, device)
                     moments.average(f"task {task.name}, {path}")
                     systems.add_task(moments, expert_block)
+                if not place.is_last:
+                    task.resume_experts(task.calibration)
             on_step(Step(path, place.number, place.blocks, "solve", len(streams), steps))
             update = systems.solve()
         write(path, update.parameters)

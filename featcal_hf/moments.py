@@ -13,6 +13,7 @@ zero where the student computes what the expert does.
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -152,58 +153,61 @@ class InputMoments:
 class InputFeatures:
     """Moments of an input kept as the features themselves: smaller and cheaper than a Gram while n < d_in.
 
-    After `average`, `student` are the features (tokens, d_in) and `weights` w_t / n (tokens,).
+    They stay in the dtype of the model, which is exact, and become float32 where they are used. After `average`,
+    `student` are the features (tokens, d_in) and `weights` w_t / n (tokens,).
     """
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.tokens = 0.0
         self.mean = torch.zeros(width, device=device)
         self.shift = torch.zeros(width, device=device)
-        self._device = device
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.student = self._delta = torch.zeros(0, width, device=device)
+        self.student = self._expert = torch.zeros(0, width, device=device)
         self.weights = torch.zeros(0, device=device)
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, student: Tensor, expert: Tensor, weights: Tensor | None) -> None:
         """See `TaskInput.add`."""
-        x = student.float()
-        w = torch.ones(len(x), device=x.device) if weights is None else weights
+        w = torch.ones(len(student), device=student.device) if weights is None else weights
         self.tokens += float(w.sum())
-        self._parts.append((x, expert.float().sub(x), w))
+        self._parts.append((student.clone(), expert.clone(), w))
 
     def average(self) -> None:
         """See `TaskInput.average`."""
-        students, deltas, weights = zip(*self._parts, strict=True)
+        students, experts, weights = zip(*self._parts, strict=True)
         self._parts = []
-        self.student, self._delta = torch.cat(students), torch.cat(deltas)
+        self.student, self._expert = torch.cat(students), torch.cat(experts)
         self.weights = torch.cat(weights) / self.tokens
-        self.mean = self.weights @ self.student
-        self.shift = self.weights @ self._delta
+        self.mean = self.weights @ self.student.float()
+        self.shift = self.weights @ self._delta()
 
     def frobenius(self) -> float:
         """See `TaskInput.frobenius`: ‖Xᵀ X‖_F = ‖X Xᵀ‖_F, which is smaller here."""
-        rows = self.student * self.weights.sqrt()[:, None]
+        rows = self.student.float() * self.weights.sqrt()[:, None]
         return frobenius(rows @ rows.T)
 
     def trace(self) -> float:
         """See `TaskInput.trace`."""
-        return float(self.weights @ self.student.square().sum(1))
+        return float(self.weights @ self.student.float().square().sum(1))
 
     def add_gram(self, total: Tensor, factor: float) -> None:
         """See `TaskInput.add_gram`."""
-        _add_lower_triangle(total, self.student * self.weights[:, None], self.student, factor)
+        x = self.student.float()
+        _add_lower_triangle(total, x * self.weights[:, None], x, factor)
 
     def answer(self, name: str, rows: slice, gap: Tensor, expert: Tensor, alpha: float) -> Tensor:
         """See `TaskInput.answer`."""
-        return (self.outputs(gap, expert, alpha) * self.weights[:, None]).T @ self.student
+        return (self.outputs(gap, expert, alpha) * self.weights[:, None]).T @ self.student.float()
 
     def outputs(self, gap: Tensor, expert: Tensor, alpha: float) -> Tensor:
         """(W_i - A) x_t + α W_i δ_t, shape (tokens, rows), for the weights' rows given."""
-        return (self.student @ gap.T).addmm_(self._delta, expert.T, alpha=alpha)
+        return (self.student.float() @ gap.T).addmm_(self._delta(), expert.T, alpha=alpha)
 
     def is_finite(self) -> bool:
         """See `TaskInput.is_finite`."""
-        return bool(self.student.sum().isfinite() and self._delta.sum().isfinite())
+        return bool(self.mean.isfinite().all() and self.shift.isfinite().all() and math.isfinite(self.trace()))
+
+    def _delta(self) -> Tensor:
+        return self._expert.float() - self.student
 
 
 class NormMoments:

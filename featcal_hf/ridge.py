@@ -75,7 +75,8 @@ class TokenRidge:
     """The form over the tokens: Z (tokens, d_in), a (tokens, tokens) matrix, U (tokens, d_out) for each module."""
 
     def __init__(self) -> None:
-        self._features: list[Tensor] = []
+        self._features: list[tuple[Tensor, Tensor]] = []
+        self._rows = torch.zeros(0, 0)
         self._answers: dict[str, list[Tensor]] = {}
         self._matrix = torch.zeros(0, 0)
         self._task: tuple[InputFeatures, Tensor] | None = None
@@ -85,7 +86,7 @@ class TokenRidge:
         if not isinstance(moments, InputFeatures):
             raise TypeError("the form over tokens needs the tokens' features, not their Gram")
         roots = (omega * moments.weights).sqrt()[:, None]
-        self._features.append(moments.student * roots)
+        self._features.append((moments.student, roots))
         self._task = moments, roots
 
     def add_answer(self, name: str, height: int, rows: slice, gap: Tensor, target: Tensor, alpha: float) -> None:
@@ -101,8 +102,9 @@ class TokenRidge:
     def factor(self, lambda_: float) -> bool:
         """See `Ridge.factor`."""
         self._task = None
-        self._features = [torch.cat(self._features)]
-        self._matrix, positive = _cholesky(self._features[0] @ self._features[0].T, lambda_)
+        self._rows = torch.cat([student.float() * roots for student, roots in self._features])
+        self._features = []
+        self._matrix, positive = _cholesky(self._rows @ self._rows.T, lambda_)
         return positive
 
     def step(self, name: str) -> Tensor:
@@ -110,7 +112,7 @@ class TokenRidge:
         answers = torch.cat(self._answers.pop(name))
         factor = self._matrix
         solved = torch.cholesky_solve(answers.to(factor.device, factor.dtype), factor)
-        return solved.to(answers.device, torch.float32).T @ self._features[0]
+        return solved.to(answers.device, torch.float32).T @ self._rows
 
 
 def _cholesky(matrix: Tensor, lambda_: float) -> tuple[Tensor, bool]:

@@ -178,11 +178,12 @@ class TaskStreams:
                 pair.merged.resume(pair.merged_output)
                 pair.merged_output = None
 
-    def resume_experts(self) -> None:
-        """Send the expert's forwards on to their next block."""
-        for pair in self.pairs():
-            pair.expert.resume(pair.expert_output)
-            pair.expert_output = None
+    def resume_experts(self, pairs: Sequence[Pair]) -> None:
+        """Send the expert's forwards of some batches on to their next block."""
+        with self.expert.outer():
+            for pair in pairs:
+                pair.expert.resume(pair.expert_output)
+                pair.expert_output = None
 
     def drift(self) -> tuple[Drift, Drift]:
         """Drift at the block's output before and after calibration."""

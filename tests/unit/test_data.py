@@ -188,7 +188,7 @@ def test_a_stream_gives_rows_without_indices(tmp_path: Path, model: str) -> None
     [
         ("rows.json", b'[{"text": "a b"}]'),
         ("rows.jsonl", b'{"text": "a b"}\n'),
-        ("rows.jsonl.gz", gzip.compress(b'{"text": "a b"}\n')),
+        ("rows.jsonl.gz", gzip.compress(b'{"text": "a b"}\n', mtime=0)),
         ("rows.csv", b"text,label\na b,1\n"),
         ("rows.tsv", b"label\ttext\n1\ta b\n"),
         ("rows.txt", b"a b\n"),
