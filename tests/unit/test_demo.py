@@ -105,22 +105,22 @@ def test_training_is_the_same_each_time_and_lowers_the_loss(tokenizer, base):
 
 
 def test_the_recipe_merges_by_task_arithmetic_and_binds_every_expert_to_its_rows():
-    folder = Path("/work")
+    folder = Path("/models")
     recipe = yaml.safe_load(recipe_text(folder, ["python", "english"], TINY))
     assert recipe == {
         "merge_method": "task_arithmetic",
-        "base_model": "/work/base",
+        "base_model": "/models/base",
         "models": [
-            {"model": "/work/python", "parameters": {"weight": 1.0}},
-            {"model": "/work/english", "parameters": {"weight": 1.0}},
+            {"model": "/models/python", "parameters": {"weight": 1.0}},
+            {"model": "/models/english", "parameters": {"weight": 1.0}},
         ],
         "dtype": "float32",
         "featcal": {
             "samples": 4,
             "max_length": 16,
             "tasks": [
-                {"model": "/work/python", "dataset": {"path": "/work/python-calibration.jsonl"}, "text": "text"},
-                {"model": "/work/english", "dataset": {"path": "/work/english-calibration.jsonl"}, "text": "text"},
+                {"model": "/models/python", "dataset": {"path": "/models/python-calibration.jsonl"}, "text": "text"},
+                {"model": "/models/english", "dataset": {"path": "/models/english-calibration.jsonl"}, "text": "text"},
             ],
         },
     }
