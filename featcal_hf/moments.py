@@ -21,6 +21,7 @@ from torch import Tensor
 
 TRIANGLE_ROWS = 1024
 FEW_TOKENS = 0.75
+FEW_TOKENS_OF_ALL = 0.2
 
 
 class TaskInput(Protocol):
@@ -73,14 +74,23 @@ def task_input(width: int, tokens: int, narrow: dict[str, Tensor], device: torch
         narrow: see `InputMoments`.
         device: where the moments live.
     """
-    if are_few(tokens, width):
+    if few_in_task(tokens, width):
         return InputFeatures(width, device)
     return InputMoments(width, narrow, device)
 
 
-def are_few(tokens: int, width: int) -> bool:
-    """Whether tokens are so few beside the width d_in that features are smaller and cheaper than Grams."""
+def few_in_task(tokens: int, width: int) -> bool:
+    """Whether a task's tokens are so few beside d_in that its features are smaller and cheaper than a Gram."""
     return tokens <= FEW_TOKENS * width
+
+
+def few_in_all(tokens: int, width: int) -> bool:
+    """Whether the tokens of all tasks are so few that a system over them is small beside one over d_in.
+
+    Such a system grows with the number of tasks; it is used while it is at most a fifth of the other, so that peak
+    memory does not depend on the number of experts.
+    """
+    return tokens <= FEW_TOKENS_OF_ALL * width
 
 
 class InputMoments:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from featcal_hf.modules import linear_names, linear_weight, norms_of
-from featcal_hf.moments import are_few
+from featcal_hf.moments import few_in_all, few_in_task
 from featcal_hf.recipe import Settings
 from featcal_hf.solve import WORK_ROWS
 from featcal_hf.streamed import StreamedModel
@@ -120,9 +120,9 @@ def _weight(block: nn.Module, name: str) -> Tensor:
 
 def _block_memory(shape: BlockShape, tokens: int, tasks: int, batch_tokens: int) -> int:
     task_tokens = tokens // tasks
-    systems = sum(width * (tokens if are_few(tokens, width) else width) for width in shape.inputs)
-    systems += sum(rows * (tokens if are_few(tokens, width) else width) for rows, width in shape.linears)
-    moments = sum(2 * width * (task_tokens if are_few(task_tokens, width) else width) for width in shape.inputs)
+    systems = sum(width * (tokens if few_in_all(tokens, width) else width) for width in shape.inputs)
+    systems += sum(rows * (tokens if few_in_all(tokens, width) else width) for rows, width in shape.linears)
+    moments = sum(2 * width * (task_tokens if few_in_task(task_tokens, width) else width) for width in shape.inputs)
     work = 4 * WORK_ROWS * max((width for _, width in shape.linears), default=0)
     hidden = 2 * tokens * min(shape.inputs, default=0)
     activations = 4 * batch_tokens * sum(shape.inputs)

@@ -27,6 +27,10 @@ class Ridge(Protocol):
         """Add the task's answer for some rows of a module of `height` outputs: gap = W_i - A, target = W_i."""
         ...
 
+    def end_task(self) -> None:
+        """Let the task's moments go."""
+        ...
+
     def factor(self, lambda_: float) -> bool:
         """Cholesky factor with the ridge λ; float64 where float32 is not enough; False where neither is."""
         ...
@@ -58,9 +62,12 @@ class WidthRidge:
             self._sides[name] = self._matrix.new_zeros(height, len(self._matrix))
         self._sides[name][rows].add_(moments.answer(name, rows, gap, target, alpha), alpha=omega)
 
+    def end_task(self) -> None:
+        """See `Ridge.end_task`."""
+        self._task = None
+
     def factor(self, lambda_: float) -> bool:
         """See `Ridge.factor`."""
-        self._task = None
         self._matrix, positive = _cholesky(self._matrix, lambda_)
         return positive
 
@@ -99,9 +106,12 @@ class TokenRidge:
             parts.append(roots.new_empty(len(roots), height))
         parts[-1][:, rows] = moments.outputs(gap, target, alpha) * roots
 
+    def end_task(self) -> None:
+        """See `Ridge.end_task`."""
+        self._task = None
+
     def factor(self, lambda_: float) -> bool:
         """See `Ridge.factor`."""
-        self._task = None
         self._rows = torch.cat([student.float() * roots for student, roots in self._features])
         self._features = []
         self._matrix, positive = _cholesky(self._rows @ self._rows.T, lambda_)

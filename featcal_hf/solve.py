@@ -82,6 +82,7 @@ class InputSystem:
         self._mean = torch.zeros(width, device=device)
         self._task_weights = 0.0
         self._bias_residuals: dict[str, Tensor] = {}
+        self._task: tuple[TaskInput, float] | None = None
 
     @property
     def lambda_(self) -> float:
@@ -96,7 +97,7 @@ class InputSystem:
         return sum(self._tokens)
 
     def add_task(self, moments: TaskInput) -> None:
-        """Add a task's averaged moments; the modules that follow are its."""
+        """Add a task's averaged moments; the modules that follow are its, until `end_task`."""
         omega = task_weight(moments, self.width, self.scale)
         self._tokens.append(moments.tokens)
         self._ridge.add_task(moments, omega)
@@ -106,6 +107,8 @@ class InputSystem:
 
     def add_module(self, name: str, expert: Linear, merged: Linear, base: Linear | None) -> None:
         """Add one module's right-hand side for the task added last."""
+        if self._task is None:
+            raise RuntimeError("add a task before its modules")
         moments, omega = self._task
         height = len(merged.weight)
         if name not in self._bias_residuals:
@@ -120,6 +123,11 @@ class InputSystem:
         if bias_anchor is not None and expert.bias is not None:
             gap = expert.bias.to(self.device).float() - bias_anchor.to(self.device)
             self._bias_residuals[name].add_(gap, alpha=omega)
+
+    def end_task(self) -> None:
+        """Let the task's moments go."""
+        self._task = None
+        self._ridge.end_task()
 
     def factor(self, where: str) -> None:
         """Cholesky factor of Σ ω_i G_i + (λ+ε) I; float64 where float32 is not enough.

@@ -19,7 +19,7 @@ from featcal_hf.modules import (
     reads_keys_or_values,
     stored_weight,
 )
-from featcal_hf.moments import NormMoments, TaskInput, are_few, task_input
+from featcal_hf.moments import NormMoments, TaskInput, few_in_all, task_input
 from featcal_hf.recipe import Settings
 from featcal_hf.solve import InputSystem, Linear, NormSystem, anchor, relative_step
 from featcal_hf.tokens import counted, token_weights
@@ -288,12 +288,13 @@ class BlockSystems:
                     self.settings.alpha,
                     str(self.settings.scale),
                     self._device,
-                    are_few(self._most_tokens[group.reads_encoder], group.width),
+                    few_in_all(self._most_tokens[group.reads_encoder], group.width),
                 )
             self._inputs[group].add_task(group_moments)
             for name in group.names:
                 merged, base = self._linears(name)
                 self._inputs[group].add_module(name, self._linear(expert, name), merged, base)
+            self._inputs[group].end_task()
         for norm, norm_moments in moments.norms.items():
             self._norms[norm].add_task(norm_moments, norm.gamma(expert), bias_of(expert.get_submodule(norm.name)))
 

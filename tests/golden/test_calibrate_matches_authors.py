@@ -105,7 +105,7 @@ def near(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     return copy
 
 
-def padded_batches(seed: int, count: int, rows: int) -> list[dict[str, torch.Tensor]]:
+def padded_batches(seed: int, count: int, rows: int, tokens: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for _ in range(count):
@@ -114,20 +114,26 @@ def padded_batches(seed: int, count: int, rows: int) -> list[dict[str, torch.Ten
         for row, length in enumerate((20, 13, 7, 16)):
             mask[row, length:] = 0
         batches.append({"input_ids": ids, "attention_mask": mask})
-    return [{name: value[:rows] for name, value in batch.items()} for batch in batches]
+    return [{name: value[:rows, :tokens] for name, value in batch.items()} for batch in batches]
 
 
 @pytest.mark.parametrize(
-    ("batch_count", "rows"),
-    [(3, 4), (1, 4), (1, 1)],
-    ids=["more tokens than inputs", "a task has fewer than the MLP's inputs", "all tasks together have fewer"],
+    ("batch_count", "rows", "tokens"),
+    [(3, 4, 20), (1, 4, 20), (1, 1, 8)],
+    ids=[
+        "more tokens than inputs",
+        "a task has fewer than the MLP's inputs",
+        "all tasks together have a fifth of them",
+    ],
 )
 @pytest.mark.parametrize("adaptive", [False, True], ids=["lambda 0.05", "adaptive"])
-def test_a_padded_llama_agrees_with_the_float64_oracle(adaptive: bool, batch_count: int, rows: int) -> None:
+def test_a_padded_llama_agrees_with_the_float64_oracle(
+    adaptive: bool, batch_count: int, rows: int, tokens: int
+) -> None:
     base = llama(0)
     experts = {"a": near(base, 1), "b": near(base, 2)}
     merged = near(base, 3)
-    batches = {"a": padded_batches(4, batch_count, rows), "b": padded_batches(5, batch_count, rows)}
+    batches = {"a": padded_batches(4, batch_count, rows, tokens), "b": padded_batches(5, batch_count, rows, tokens)}
     expected = oracle_calibrate(
         merged,
         base,
