@@ -111,6 +111,8 @@ def resolve(reference: ModelReference, cache_dir: str | None = None) -> tuple[Pa
     path = Path(reference.model.path)
     if path.is_dir():
         return path, None
+    if path.is_absolute() or str(reference.model.path).startswith((".", "~")) or path.exists():
+        raise CheckpointError(f"model {reference} is not a folder; check the path.")
     options: dict[str, Any] = {
         "revision": reference.model.revision,
         "cache_dir": cache_dir,

@@ -113,6 +113,7 @@ def calibrate_command(
 ) -> None:
     """Calibrate the merged model in MODEL_DIR towards the experts of RECIPE, in place or into --output."""
     console = _console(verbosity)
+    _leave_warnings_to_the_plan(quiet)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     place = _device(device, cuda)
@@ -141,7 +142,7 @@ def calibrate_command(
 
 
 @cli.command("check")
-@_options(_MODEL)
+@_options([*_MODEL, *_COMPUTING])
 def check_command(
     recipe: Path,
     model_dir: Path,
@@ -152,9 +153,16 @@ def check_command(
     random_seed: int | None,
     verbosity: int,
     quiet: bool,
+    device: str | None,
+    cuda: bool,
+    num_threads: int | None,
 ) -> None:
     """Find every error that can be found without running, and show what a run would do and take."""
     console = _console(verbosity)
+    _leave_warnings_to_the_plan(quiet)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    _device(device, cuda)
     prepared = prepare(
         recipe,
         model_dir,
@@ -345,6 +353,11 @@ def _return_freed_memory() -> None:
 def _fail(message: str, code: int) -> None:
     Console(stderr=True).print(f"error: {message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
     sys.exit(code)
+
+
+def _leave_warnings_to_the_plan(quiet: bool) -> None:
+    if not quiet:
+        logging.getLogger("featcal_hf.data").setLevel(logging.ERROR)
 
 
 def _console(verbosity: int) -> Console:

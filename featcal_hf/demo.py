@@ -276,13 +276,13 @@ def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
 
 @contextmanager
 def _training_progress(console: Console, what: str, steps: int) -> Iterator[OnTrainingStep]:
-    """Yield a callback that shows a bar on a terminal, and a line for each quarter of the steps elsewhere."""
+    """Yield a callback that shows a bar on a terminal, and a line for each tenth of the steps elsewhere."""
     with Progress(console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task(f"Training the {what}", total=steps)
 
         def show(step: int, loss: float) -> None:
             progress.update(bar, completed=step, description=f"Training the {what}, loss {loss:.2f}")
-            if not console.is_terminal and step % max(1, steps // 4) == 0:
+            if not console.is_terminal and step % max(1, steps // 10) == 0:
                 console.print(
                     f"Training the {what}: step {step} of {steps}, loss {loss:.2f}", highlight=False, soft_wrap=True
                 )

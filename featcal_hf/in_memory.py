@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from featcal_hf.calibrate import BlockReport, OnStep, calibrate_blocks
 from featcal_hf.errors import CheckpointError, DataError
 from featcal_hf.models import ResidentAdapter, ResidentModel, has_adapters, has_merged_adapters
 from featcal_hf.recipe import Settings
-from featcal_hf.streams import CalibrationTask
+from featcal_hf.streams import Batches, CalibrationTask
 
 # Initialisations of LoRA that leave the base as it was; PiSSA, OLoRA, CorDA and LoftQ take a part out of it.
 KEEP_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
@@ -108,8 +108,8 @@ def calibrate_model(
                 CalibrationTask(
                     name,
                     others[f"expert {name}"],
-                    [(batch, batch) for batch in batches[name]],
-                    [(batch, batch) for batch in held_out.get(name, [])],
+                    _same_for_both(name, batches[name]),
+                    _same_for_both(name, held_out.get(name, [])),
                 )
                 for name in experts
             ],
@@ -152,6 +152,18 @@ def _check_untouched(base: PreTrainedModel) -> None:
             reason = f"init_lora_weights={initial!r} moved a part of its weights into the adapter"
     if reason is not None:
         raise CheckpointError(f"base holds adapters and is not the original base: {reason}; load the base separately.")
+
+
+def _same_for_both(task: str, batches: Iterable[Mapping[str, Tensor]]) -> Batches:
+    pairs = []
+    for number, batch in enumerate(batches):
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                f"task {task}, batch {number} is a {type(batch).__name__}; expected a mapping of the forward's "
+                'inputs, such as {"input_ids": ..., "attention_mask": ...}.'
+            )
+        pairs.append((batch, batch))
+    return pairs
 
 
 def _check_same_blocks(student: ResidentModel, other: ResidentModel | ResidentAdapter, name: str) -> None:

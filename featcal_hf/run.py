@@ -121,6 +121,8 @@ def prepare(
         check_output(Path(output), folder)
     on_stage("opening checkpoints")
     models = open_models(read, folder, cache_dir, trust_remote_code, mapping)
+    if output is None:
+        _refuse_an_input(models)
     if is_calibrated(models.student.checkpoint):
         raise CheckpointError(
             f"{folder} has been calibrated already (featcal.json speaks of these weights); merge again with "
@@ -137,6 +139,16 @@ def prepare(
     return Prepared(read, settings, models, data, None if output is None else Path(output))
 
 
+def _refuse_an_input(models: Models) -> None:
+    place = models.student.checkpoint.folder.resolve()
+    for label, model in models.all().items():
+        if model is not models.student and model.checkpoint.folder.resolve() == place:
+            raise CheckpointError(
+                f"{models.student.checkpoint.folder} is the recipe's {label}, which calibrating in place would "
+                "overwrite; name the folder that the merge was written to, or an --output."
+            )
+
+
 def plan_of(prepared: Prepared) -> Plan:
     """What a prepared run will do and what it will take."""
     student = prepared.models.student
@@ -145,10 +157,10 @@ def plan_of(prepared: Prepared) -> Plan:
         student,
         prepared.settings,
         {
-            task.name: sum(_tokens(student.module, batch.student) for batch in data.calibration)
+            task.name: sum(_tokens(student.module, batch.student, counted=True) for batch in data.calibration)
             for task, data in zip(prepared.recipe.tasks, prepared.data, strict=True)
         },
-        max(_tokens(student.module, batch.student) for batch in batches),
+        max(_tokens(student.module, batch.student, counted=False) for batch in batches),
         _bytes_to_write(student, prepared.output is not None),
     )
 
@@ -193,7 +205,8 @@ def calibrate(
         SolveError: a module has no finite solution. In every case the merged model is as it was.
     """
     started = time.perf_counter()
-    finish_swap(Path(model_dir))
+    if Path(model_dir).is_dir():
+        finish_swap(Path(model_dir))
     prepared = prepare(
         recipe,
         model_dir,
@@ -291,8 +304,13 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return int(positions)
 
 
-def _tokens(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> int:
-    text = sum(inputs[name].numel() for name in ("input_ids", "labels") if name in inputs)
+def _tokens(model: PreTrainedModel, inputs: Mapping[str, Tensor], counted: bool) -> int:
+    """Tokens of a batch: those that count, or with the padding that is run through the model as well."""
+    if counted:
+        text = int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else 0
+        text += int(inputs["labels"].ne(-100).sum()) if "labels" in inputs else 0
+    else:
+        text = sum(inputs[name].numel() for name in ("input_ids", "labels") if name in inputs)
     if "pixel_values" not in inputs:
         return text
     patch = getattr(getattr(model.config, "vision_config", model.config), "patch_size", 16)

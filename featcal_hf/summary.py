@@ -41,9 +41,9 @@ def show_plan(console: Console, prepared: Prepared, plan: Plan) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    for data in prepared.data:
+    for task, data in zip(prepared.recipe.tasks, prepared.data, strict=True):
         for warning in data.record["warnings"]:
-            console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
+            console.print(f"warning: task {task.name}: {warning}", highlight=False, soft_wrap=True, markup=False)
 
 
 def show_result(console: Console, report: RunReport) -> None:
@@ -82,7 +82,8 @@ def judgement(report: RunReport) -> str:
     if len(closer) == len(drift):
         return f"Every task's features are closer to its expert's: {1 - ratio:.0%} less drift on average, in {seconds}."
     worse = ", ".join(task for task in drift if task not in closer)
+    advice = "lower rho towards 1" if report.settings.lambda_ is None else "raise lambda"
     return (
         f"Features moved away from the expert's for {worse} ({len(closer)} of {len(drift)} tasks improved, {seconds}); "
-        "give more samples, or raise lambda."
+        f"give more samples, or {advice}."
     )

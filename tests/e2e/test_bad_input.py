@@ -455,3 +455,29 @@ def test_a_calibrated_folder_is_not_calibrated_twice(merge: Merge, featcal: Feat
         assert "has been calibrated already" in outcome.errors
         assert "merge again with" in outcome.errors
     assert contents(merge.root) == before
+
+
+@pytest.mark.parametrize("model", ["base", "a"])
+@pytest.mark.parametrize("command", ["check", "calibrate"])
+def test_an_input_of_the_merge_is_not_calibrated_in_place(
+    merge: Merge, featcal: Callable[..., Outcome], command: str, model: str
+) -> None:
+    before = contents(merge.root / model)
+    outcome = featcal(command, merge.recipe, merge.root / model)
+    assert outcome.code == 1
+    assert re.search(rf"{model} is the recipe's (base model|expert .*), which calibrating in place", outcome.errors)
+    assert contents(merge.root / model) == before
+
+
+def test_a_file_in_place_of_the_merged_folder_is_named(merge: Merge, featcal: Callable[..., Outcome]) -> None:
+    outcome = featcal("calibrate", merge.recipe, merge.data)
+    assert outcome.code == 1
+    assert "a.jsonl is not a folder" in outcome.errors
+
+
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(merge: Merge, featcal: Callable[..., Outcome]) -> None:
+    merge.edit_recipe(f"base_model: {merge.base}", "base_model: ./absent")
+    outcome = featcal("check", merge.recipe, merge.merged)
+    assert outcome.code == 1
+    assert "./absent is not a folder" in outcome.errors
+    assert "Hub" not in outcome.errors
