@@ -112,7 +112,7 @@ def resolve(reference: ModelReference, cache_dir: str | None = None) -> tuple[Pa
     if path.is_dir():
         return path, None
     if path.is_absolute() or str(reference.model.path).startswith((".", "~")) or path.exists():
-        raise CheckpointError(f"model {reference} is not a folder; check the path.")
+        raise CheckpointError(f"model {reference} is not a folder here; check the name.")
     options: dict[str, Any] = {
         "revision": reference.model.revision,
         "cache_dir": cache_dir,

@@ -479,5 +479,5 @@ def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(merge: Merge, fea
     merge.edit_recipe(f"base_model: {merge.base}", "base_model: ./absent")
     outcome = featcal("check", merge.recipe, merge.merged)
     assert outcome.code == 1
-    assert "./absent is not a folder" in outcome.errors
+    assert "./absent is not a folder here" in outcome.errors
     assert "Hub" not in outcome.errors
