@@ -6,6 +6,7 @@ import ctypes
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -357,7 +358,9 @@ def _fail(message: str, code: int) -> None:
 
 def _leave_warnings_to_the_plan(quiet: bool) -> None:
     if not quiet:
-        logging.getLogger("featcal_hf.data").setLevel(logging.ERROR)
+        logger = logging.getLogger("featcal_hf.data")
+        click.get_current_context().call_on_close(partial(logger.setLevel, logger.level))
+        logger.setLevel(logging.ERROR)
 
 
 def _console(verbosity: int) -> Console:

@@ -186,9 +186,19 @@ def test_a_folder_is_resolved_to_itself_without_a_revision(tmp_path: Path) -> No
     assert resolve(reference(str(tmp_path))) == (tmp_path, None)
 
 
-@pytest.mark.parametrize("name", ["org/absent", "/no/such/folder", "not a name", "./here/neither"])
-def test_a_model_that_is_neither_here_nor_to_be_had_is_an_error_that_names_it(name: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not a folder here and can't be had from the Hub") as caught:
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("org/absent", "is not a folder here and can't be had from the Hub"),
+        ("not a name", "is not a folder here and can't be had from the Hub"),
+        ("/no/such/folder", "is not a folder here; check the name"),
+        ("./here/neither", "is not a folder here; check the name"),
+    ],
+)
+def test_a_model_that_is_neither_here_nor_to_be_had_is_an_error_that_names_it(
+    name: str, problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=problem) as caught:
         resolve(reference(name), str(tmp_path))
     assert name in str(caught.value)
 
