@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -110,9 +109,3 @@ def _with_affine(module: nn.Module, weight: float, features: Tensor) -> Tensor:
     }
     output: Tensor = functional_call(module, parameters, (features,))
     return output.float()
-
-
-def kept_tensors(block: nn.Module, calibrated: Iterable[str]) -> list[str]:
-    """Names of the block's parameters that no update reaches: they keep their merged values."""
-    updated = set(calibrated)
-    return [name for name, _ in block.named_parameters() if name not in updated]
