@@ -1,0 +1,103 @@
+"""`featcal-hf calibrate` and `featcal-hf check`, which take the same flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import torch
+
+from featcal_hf.commands.options import (
+    COMPUTING,
+    MODEL,
+    leave_warnings_to_the_plan,
+    open_console,
+    options,
+    stages,
+    usable_device,
+)
+from featcal_hf.mapping import read_mapping
+from featcal_hf.progress import step_progress
+from featcal_hf.run import Prepared, calibrate, plan_of, prepare
+from featcal_hf.summary import show_plan, show_result
+
+
+@click.command("calibrate")
+@options([*MODEL, *COMPUTING])
+def calibrate_command(
+    recipe: Path,
+    model_dir: Path,
+    output: Path | None,
+    mapped: tuple[str, ...],
+    cache_dir: str | None,
+    trust_remote_code: bool,
+    random_seed: int | None,
+    verbosity: int,
+    quiet: bool,
+    device: str | None,
+    cuda: bool,
+    num_threads: int | None,
+) -> None:
+    """Calibrate the merged model in MODEL_DIR towards the experts of RECIPE, in place or into --output."""
+    console = open_console(verbosity)
+    leave_warnings_to_the_plan(quiet)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    place = usable_device(device, cuda)
+
+    def show(prepared: Prepared) -> None:
+        if not quiet:
+            show_plan(console, prepared, plan_of(prepared))
+
+    with step_progress(console, quiet) as on_step:
+        report = calibrate(
+            recipe,
+            model_dir,
+            output,
+            device=place,
+            cache_dir=cache_dir,
+            trust_remote_code=trust_remote_code,
+            random_seed=random_seed,
+            mapping=read_mapping(mapped),
+            on_stage=stages(console, quiet),
+            on_prepared=show,
+            on_step=on_step,
+        )
+    if not quiet:
+        show_result(console, report)
+        console.print(f"Wrote {output or model_dir}", highlight=False, soft_wrap=True)
+
+
+@click.command("check")
+@options([*MODEL, *COMPUTING])
+def check_command(
+    recipe: Path,
+    model_dir: Path,
+    output: Path | None,
+    mapped: tuple[str, ...],
+    cache_dir: str | None,
+    trust_remote_code: bool,
+    random_seed: int | None,
+    verbosity: int,
+    quiet: bool,
+    device: str | None,
+    cuda: bool,
+    num_threads: int | None,
+) -> None:
+    """Find every error that can be found without running, and show what a run would do and take."""
+    console = open_console(verbosity)
+    leave_warnings_to_the_plan(quiet)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    usable_device(device, cuda)
+    prepared = prepare(
+        recipe,
+        model_dir,
+        output,
+        cache_dir=cache_dir,
+        trust_remote_code=trust_remote_code,
+        random_seed=random_seed,
+        mapping=read_mapping(mapped),
+        on_stage=stages(console, quiet),
+    )
+    show_plan(console, prepared, plan_of(prepared))

@@ -1,0 +1,104 @@
+"""What commands have in common: their flags, their console, the device that they compute on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import datasets
+import torch
+from rich.console import Console
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
+READING: list[Decorator] = [
+    click.option(
+        "--map",
+        "mapped",
+        multiple=True,
+        metavar="ID=PATH",
+        help="Read a model or dataset of the recipe from a local path; or a YAML or JSON file of ids and paths.",
+    ),
+    click.option("--transformers-cache", "cache_dir", help="Override storage path for downloaded models."),
+    click.option(
+        "--trust-remote-code/--no-trust-remote-code",
+        default=False,
+        help="Trust remote code from huggingface repos (danger).",
+    ),
+]
+TALKING: list[Decorator] = [
+    click.option("-v", "verbosity", count=True, help="Verbose logging (repeat for more verbosity)."),
+    click.option("--quiet", is_flag=True, help="Suppress progress and other non-essential output."),
+]
+COMPUTING: list[Decorator] = [
+    click.option("--device", default=None, help="Compute on this device: cpu, cuda, cuda:1, mps, xpu, auto."),
+    click.option("--cuda/--no-cuda", default=False, help="Compute on the GPU; same as --device cuda."),
+    click.option("--num-threads", "-j", type=int, help="Number of threads to use for parallel CPU operations."),
+]
+MODEL: list[Decorator] = [
+    RECIPE,
+    click.argument("model_dir", type=click.Path(path_type=Path)),
+    click.option("--output", type=click.Path(path_type=Path), help="Write the result to a new folder."),
+    *READING,
+    click.option("--random-seed", type=int, help="Seed for choosing rows; replaces the recipe's."),
+    *TALKING,
+]
+
+
+def options(chosen: list[Decorator]) -> Decorator:
+    """Give a command these arguments and flags, in this order in its help."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(chosen):
+            command = option(command)
+        return command
+
+    return add
+
+
+def leave_warnings_to_the_plan(quiet: bool) -> None:
+    """Keep the data's warnings out of the log while the command runs, because the plan shows them."""
+    if not quiet:
+        logger = logging.getLogger("featcal_hf.data")
+        click.get_current_context().call_on_close(partial(logger.setLevel, logger.level))
+        logger.setLevel(logging.ERROR)
+
+
+def open_console(verbosity: int) -> Console:
+    """Set up the log as `-v` asks, and give what the command prints on."""
+    levels = {0: logging.WARNING, 1: logging.INFO}
+    logging.basicConfig(level=levels.get(verbosity, logging.DEBUG))
+    datasets.disable_progress_bars()
+    return Console(markup=False, emoji=False)
+
+
+def stages(console: Console, quiet: bool) -> Callable[[str], None]:
+    """What prints a line for each stage, or nothing."""
+
+    def show(stage: str) -> None:
+        if not quiet:
+            console.print(f"{stage} ...", highlight=False, soft_wrap=True)
+
+    return show
+
+
+def usable_device(device: str | None, cuda: bool) -> str:
+    """The device that `--device` and `--cuda` name.
+
+    Raises:
+        BadParameter: there is no such device here.
+    """
+    chosen = device or ("cuda" if cuda else "cpu")
+    if chosen == "auto":
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return accelerator.type if accelerator is not None else "cpu"
+    try:
+        torch.zeros(1, device=chosen).item()
+    except (RuntimeError, AssertionError) as error:
+        raise click.BadParameter(f"{chosen} can't be used here: {error}", param_hint="--device") from error
+    return chosen
