@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from mergekit.common import ModelReference
 from safetensors import SafetensorError, safe_open
 
-from featcal_hf.errors import CheckpointError
+from featcal_hf.errors import CheckpointError, listed
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
 SIDE_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
@@ -291,9 +291,3 @@ def _reason(error: Exception) -> str:
         return str(error).partition("\n")[0].rstrip(".")
     refused = re.search(r"(GLOBAL|global|function|class) (\S+)", str(error))
     return f"it calls {refused[2]}" if refused else "it is no pickle of tensors"
-
-
-def listed(names: list[str]) -> str:
-    """The first few of some names, for a message."""
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown}, ... {len(names) - 5} more"

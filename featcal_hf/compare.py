@@ -9,8 +9,8 @@ from pathlib import Path
 from mergekit.common import ModelReference
 from transformers import PretrainedConfig, PreTrainedModel
 
-from featcal_hf.checkpoint import listed, open_checkpoint, resolve
-from featcal_hf.errors import CheckpointError, RecipeError
+from featcal_hf.checkpoint import open_checkpoint, resolve
+from featcal_hf.errors import CheckpointError, RecipeError, listed
 from featcal_hf.experts import AdaptedModel, Adapter, open_adapter
 from featcal_hf.mapping import locate_model
 from featcal_hf.recipe import Recipe

@@ -5,6 +5,11 @@ Every message says where, what was found, what was expected and what to do.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+MOST_NAMES = 6
+
 
 class FeatCalError(Exception):
     """Base of every error that a user can mend; the command prints it without a traceback."""
@@ -24,3 +29,13 @@ class DataError(FeatCalError):
 
 class SolveError(FeatCalError):
     """A module's ridge regression has no finite solution."""
+
+
+def listed(names: Iterable[object], like: str = "") -> str:
+    """Names for a message: the first few, or those most `like` what was given, and how many more there are."""
+    known = [str(name) for name in names]
+    if len(known) <= MOST_NAMES:
+        return ", ".join(known)
+    if like:
+        known.sort(key=lambda name: -difflib.SequenceMatcher(None, like, name).ratio())
+    return f"{', '.join(known[:MOST_NAMES])}, ... {len(known) - MOST_NAMES} more"

@@ -22,8 +22,8 @@ from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from featcal_hf.checkpoint import Checkpoint, listed, read_table
-from featcal_hf.errors import CheckpointError
+from featcal_hf.checkpoint import Checkpoint, read_table
+from featcal_hf.errors import CheckpointError, listed
 from featcal_hf.streamed import StreamedModel
 
 PEFT_PREFIX = "base_model.model."

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 from transformers import PreTrainedModel
 
-from featcal_hf.errors import CheckpointError, DataError
+from featcal_hf.errors import CheckpointError, DataError, listed
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ def forward_inputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Forwa
     foreign = sorted(set(inputs) - set(accepted))
     if foreign:
         raise DataError(
-            f"{type(model).__name__}.forward doesn't take {', '.join(foreign)}; it takes {', '.join(accepted)}. "
-            "Give batches with the model's own inputs."
+            f"{type(model).__name__}.forward doesn't take {', '.join(foreign)}; it takes "
+            f"{listed(accepted, foreign[0])}. Give batches with the model's own inputs."
         )
     if "use_cache" in accepted:
         inputs["use_cache"] = False

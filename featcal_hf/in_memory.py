@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from featcal_hf.calibrate import BlockReport, OnStep, calibrate_blocks
-from featcal_hf.errors import CheckpointError, DataError
+from featcal_hf.errors import CheckpointError, DataError, listed
 from featcal_hf.models import ResidentAdapter, ResidentModel, has_adapters, has_merged_adapters
 from featcal_hf.recipe import Settings
 from featcal_hf.streams import Batches, CalibrationTask
@@ -81,8 +81,8 @@ def calibrate_model(
     unpaired = sorted(set(experts) ^ set(batches)) + sorted(set(held_out) - set(experts))
     if unpaired:
         raise DataError(
-            f"tasks {', '.join(unpaired)} are not in both `experts` ({', '.join(experts)}) and `batches` "
-            f"({', '.join(batches)}); give each task one expert and its batches."
+            f"tasks {', '.join(unpaired)} are not in both `experts` ({listed(experts)}) and `batches` "
+            f"({listed(batches)}); give each task one expert and its batches."
         )
     student = ResidentModel(merged)
     others = {f"expert {name}": _resident_expert(expert, f"expert {name}") for name, expert in experts.items()}

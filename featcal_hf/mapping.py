@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 from mergekit.common import ModelPath, ModelReference
 
-from featcal_hf.errors import RecipeError
+from featcal_hf.errors import RecipeError, listed
 from featcal_hf.recipe import DatasetSpec, Recipe
 
 ENDINGS = (".yml", ".yaml", ".json")
@@ -41,7 +41,7 @@ def check_mapping(mapping: Mapping[str, str], recipe: Recipe) -> None:
     for key, path in mapping.items():
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
-            advice = f"did you mean {close[0]!r}?" if close else f"its ids are {', '.join(dict.fromkeys(known))}."
+            advice = f"did you mean {close[0]!r}?" if close else f"its ids are {listed(dict.fromkeys(known), key)}."
             raise RecipeError(f"--map: {recipe.path} has no model or dataset {key!r}; {advice}")
         if not Path(path).expanduser().exists():
             raise RecipeError(f"--map: nothing is at {path}, given for {key!r}; give an existing folder or file.")

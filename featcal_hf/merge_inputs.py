@@ -11,9 +11,9 @@ from mergekit.common import ModelReference
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from featcal_hf.checkpoint import Checkpoint, listed, open_checkpoint, resolve
+from featcal_hf.checkpoint import Checkpoint, open_checkpoint, resolve
 from featcal_hf.compare import config_for, streamed_of
-from featcal_hf.errors import CheckpointError
+from featcal_hf.errors import CheckpointError, listed
 from featcal_hf.experts import AdaptedModel, open_adapter
 from featcal_hf.mapping import locate_model
 from featcal_hf.streamed import StreamedModel, model_class, read_config

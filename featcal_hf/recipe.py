@@ -11,8 +11,18 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from pydantic import BaseModel, ValidationError
 
+from featcal_hf.errors import listed
+from featcal_hf.recipe_form import form_of, key_of
 from featcal_hf.recipe_merge import Merge, parse_reference, read_merge, read_reference
-from featcal_hf.recipe_section import DatasetSpec, EvalSpec, Sampling, Settings, Task, needs_base
+from featcal_hf.recipe_section import (
+    DatasetSpec,
+    EvalSpec,
+    Sampling,
+    Section,
+    Settings,
+    Task,
+    needs_base,
+)
 from featcal_hf.recipe_yaml import Document, Location, read_document, shown
 
 __all__ = ["DatasetSpec", "EvalSpec", "Recipe", "Sampling", "Settings", "Task", "parse_reference", "read_recipe"]
@@ -86,7 +96,7 @@ def _section(document: Document, merge: Merge) -> dict[str, Any]:
     section = document.data["featcal"]
     if not isinstance(section, dict):
         raise document.error(("featcal",), f"is {shown(section)}, expected a mapping; give it at least `tasks:`.")
-    document.check_keys(("featcal",), [*_keys(Settings), *_keys(Sampling), "base_model", "tasks"])
+    document.check_keys(("featcal",), _keys(Section))
     return section
 
 
@@ -130,7 +140,7 @@ def _expert(document: Document, location: Location, merge: Merge) -> ModelRefere
         # override_architecture says how mergekit reads the weights, not which model it is
         if (expert.model, expert.lora) == (reference.model, reference.lora):
             return expert
-    experts = ", ".join(map(str, merge.experts))
+    experts = listed(merge.experts, str(reference))
     problem = f"is {str(reference)!r}, which is not among the merge's experts ({experts}); name one of those."
     raise document.error(location, problem)
 
@@ -175,7 +185,7 @@ def _stem(model: ModelReference) -> str:
 
 
 def _keys(model: type[BaseModel]) -> list[str]:
-    return [str(field.validation_alias or key) for key, field in model.model_fields.items()]
+    return [key_of(name, field) for name, field in model.model_fields.items()]
 
 
 def _part(section: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
@@ -190,10 +200,8 @@ def _validated(document: Document, location: Location, model: type[_Model], valu
     if not first["loc"]:
         raise document.error(location, str(first["ctx"]["error"]))
     key = str(first["loc"][0])
-    field = next(field for name, field in model.model_fields.items() if key in (name, field.validation_alias))
-    advice = f"give {field.description}"
-    if not field.is_required() and field.default is not None:
-        advice += f", or leave it out for {str(field.default).lower()}"
+    form = next(form_of(field) for name, field in model.model_fields.items() if key in (name, key_of(name, field)))
+    advice = f"give {form.value}" + (f", or leave it out for {form.default}" if form.default is not None else "")
     if first["type"] == "missing":
         raise document.error((*location, key), f"is missing; {advice}.")
     reason = f", {first['ctx']['error']}" if first["type"] == "value_error" else ""

@@ -22,7 +22,7 @@ from mergekit.config import (
 )
 from pydantic import ValidationError
 
-from featcal_hf.errors import RecipeError
+from featcal_hf.errors import RecipeError, listed
 from featcal_hf.recipe_yaml import Document, Location, name, shown
 
 # The base of these methods is one of the two models that they mix, not what the experts started from.
@@ -131,14 +131,14 @@ def read_merge(document: Document) -> Merge:
     base = _base(document, groups)
     for group in groups:
         _check_inputs(document, configuration.merge_method, group)
-    listed = [model for group in groups for model in group.models]
+    inputs = [model for group in groups for model in group.models]
     if configuration.merge_method in _BASE_IS_MIXED_IN:
-        listed.append(base)
+        inputs.append(base)
     elif contract.base is not merge_methods.BasePolicy.IGNORED:
-        listed = [model for model in listed if model != base]
-    if not listed:
+        inputs = [model for model in inputs if model != base]
+    if not inputs:
         raise document.error((), "has no expert, only a base; list the models that the merge brings together.")
-    return Merge(configuration, base, tuple(dict.fromkeys(listed)), depths[0] if depths else None)
+    return Merge(configuration, base, tuple(dict.fromkeys(inputs)), depths[0] if depths else None)
 
 
 def _parse_path(reference: str, text: str) -> ModelPath:
@@ -209,7 +209,7 @@ def _method(document: Document, method: str) -> Any:
     if method not in known:
         close = difflib.get_close_matches(method, known, n=1)
         advice = f"did you mean {close[0]!r}?" if close else "use one of these."
-        problem = f"is {shown(method)}, which mergekit doesn't know; {advice} It knows {', '.join(known)}."
+        problem = f"is {shown(method)}, which mergekit doesn't know; {advice} It knows {listed(known, method)}."
         raise document.error(location, problem)
     return merge_methods.get(method)
 
@@ -286,4 +286,4 @@ def _check_inputs(document: Document, method: str, group: _Group) -> None:
 
 
 def _list(models: Any) -> str:
-    return ", ".join(sorted(map(str, models)))
+    return listed(sorted(map(str, models)))

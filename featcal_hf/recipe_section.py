@@ -1,15 +1,20 @@
-"""What the recipe's `featcal:` section may say, as strict models: nothing unknown, nothing converted."""
+"""What the recipe's `featcal:` section may say, as strict models: nothing unknown, nothing converted.
+
+A field's `description` says what it does, its `Form` what a value looks like. `docs/recipe.md` and the errors about
+values are made from these, so that each text stands here alone.
+"""
 
 from __future__ import annotations
 
 import re
 import string
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from mergekit.common import ModelReference
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from featcal_hf.errors import RecipeError
+from featcal_hf.recipe_form import Form
 
 _STRICT = ConfigDict(
     frozen=True,
@@ -53,6 +58,9 @@ def _template(text: str) -> str:
     return text
 
 
+_FLAG = Form("true or false")
+_COLUMN = Form("the name of a column, as text")
+_TEMPLATE = Form("text with {column} in it ({{ and }} are plain braces)")
 _Float = Annotated[float, BeforeValidator(_number)]
 _Column = Annotated[str, Field(min_length=1)]
 _Template = Annotated[str, Field(min_length=1), AfterValidator(_template)]
@@ -81,17 +89,6 @@ def needs_base(rho: float | None) -> str:
 class Settings(BaseModel):
     """How strongly, and towards what, to calibrate (the paper's λ, ρ, α).
 
-    Attributes:
-        lambda_: ridge λ > 0, relative to unit-norm Grams; `lambda` in YAML. None: adaptive, from the tokens
-            seen.
-        rho: anchor blend ρ ≥ 0 in A = ρ W^merge + (1-ρ) W^base. None: 2 with a base, 1 without.
-        alpha: target blend α in [0, 1] in X^tgt = (1-α) X^cal + α X^exp.
-        scale: task weight, 1/‖G‖_F (`frobenius`) or d_in/tr G (`trace`). None: frobenius where λ is given,
-            else trace.
-        bias: calibrate the biases of linear modules.
-        norm: calibrate the affine weights of norms.
-        pooled_token: the token of the last block that the model's head reads; `auto` asks the architecture.
-
     Raises:
         ValidationError: a value has the wrong type or is out of range.
     """
@@ -99,23 +96,41 @@ class Settings(BaseModel):
     model_config = _STRICT
 
     # validation_alias, not alias: to type checkers alias is the parameter's name, and `lambda` can't be one.
-    lambda_: _Float | None = Field(
+    lambda_: Annotated[_Float | None, Form("a number above 0", "the adaptive ridge")] = Field(
         default=None,
         validation_alias="lambda",
         serialization_alias="lambda",
         gt=0,
-        description="a number above 0, or leave it out for the adaptive ridge",
+        description="ridge λ: the pull towards the anchor, relative to unit-norm Grams. The adaptive ridge takes "
+        "0.1 · inputs / tokens for each linear module, and 0.01 for norms; it needs no search",
     )
-    rho: _Float | None = Field(
-        default=None, ge=0, description="a number of at least 0, or leave it out for 2 with a base and 1 without"
+    rho: Annotated[_Float | None, Form("a number of at least 0", "2 with a base and 1 without")] = Field(
+        default=None,
+        ge=0,
+        description="the anchor is ρ·merged + (1-ρ)·base: 0 is the base, 1 the merged model, above 1 extrapolates "
+        "away from the base",
     )
-    alpha: _Float = Field(default=0.3, ge=0, le=1, description="a number from 0 to 1")
-    scale: Literal["frobenius", "trace"] | None = Field(
-        default=None, description="frobenius or trace, or leave it out for frobenius with a lambda and trace without"
+    alpha: Annotated[_Float, Form("a number from 0 to 1")] = Field(
+        default=0.3,
+        ge=0,
+        le=1,
+        description="the target is (1-α)·the merged model's own features + α·the expert's, under the expert's weights",
     )
-    bias: bool = Field(default=True, description="true or false")
-    norm: bool = Field(default=True, description="true or false")
-    pooled_token: Literal["auto", "first", "none"] = Field(default="auto", description="auto, first or none")
+    scale: Annotated[
+        Literal["frobenius", "trace"] | None,
+        Form("frobenius or trace", "frobenius with a lambda and trace without"),
+    ] = Field(
+        default=None,
+        description="makes tasks comparable: each one's Gram is divided by its Frobenius norm, as in the paper, or by "
+        "its mean eigenvalue, which a few massive activations don't set",
+    )
+    bias: Annotated[bool, _FLAG] = Field(default=True, description="calibrate the biases of linear modules")
+    norm: Annotated[bool, _FLAG] = Field(default=True, description="calibrate the affine weights of norms")
+    pooled_token: Annotated[Literal["auto", "first", "none"], Form("auto, first or none")] = Field(
+        default="auto",
+        description="`first`: the head reads the last block's first token (CLIP, ViT), and the others hardly count "
+        "there; `none`: all count; `auto` asks the architecture",
+    )
 
     def resolved(self, has_base: bool) -> Settings:
         """These settings with `rho` and `scale` filled in.
@@ -142,24 +157,31 @@ class DatasetSpec(BaseModel):
 
     model_config = _STRICT
 
-    path: str = Field(min_length=1, description="a Hub id or a local path, as text")
-    name: str | None = Field(default=None, min_length=1, description="the name of the dataset's configuration, as text")
-    split: str = Field(default="train", min_length=1, description="the name of a split, as text")
-    data_files: str | list[str] | dict[str, str | list[str]] | None = Field(
-        default=None, description="a file, a list of files, or a mapping from splits to these"
+    path: Annotated[str, Form("a Hub id or a local path, as text")] = Field(
+        min_length=1,
+        description="a dataset of the Hub; a json, jsonl, csv, tsv, parquet or txt file; a folder of images; a saved "
+        "dataset",
     )
-    revision: str | None = Field(default=None, min_length=1, description="a branch, tag or commit, as text")
-    streaming: bool = Field(default=False, description="true or false")
+    name: Annotated[str | None, Form("the name of the dataset's configuration, as text")] = Field(
+        default=None, min_length=1, description="which configuration, where the dataset has several"
+    )
+    split: Annotated[str, Form("the name of a split, as text")] = Field(
+        default="train", min_length=1, description="rows are taken from this split"
+    )
+    data_files: Annotated[
+        str | list[str] | dict[str, str | list[str]] | None,
+        Form("a file, a list of files, or a mapping from splits to these"),
+    ] = Field(default=None, description="which of the dataset's files are read")
+    revision: Annotated[str | None, Form("a branch, tag or commit, as text")] = Field(
+        default=None, min_length=1, description="which state of a dataset on the Hub"
+    )
+    streaming: Annotated[bool, _FLAG] = Field(
+        default=False, description="read rows one by one instead of downloading the whole split"
+    )
 
 
 class EvalSpec(BaseModel):
     """How `featcal-hf eval` measures a task, where the task itself doesn't say it.
-
-    Attributes:
-        split: rows are read from this split; None: from the task's own, those of calibration left out.
-        text_model: a CLIP whose text tower and projections make a classifier of an image tower.
-        class_names: the class of each label, from 0; None: as the dataset names them.
-        templates: sentences with `{}` in the place of a class's name.
 
     Raises:
         ValidationError: a value has the wrong type, or a text model comes without templates or the reverse.
@@ -167,16 +189,21 @@ class EvalSpec(BaseModel):
 
     model_config = _STRICT
 
-    split: str | None = Field(default=None, min_length=1, description="the name of a split, as text")
-    text_model: str | None = Field(
-        default=None, min_length=1, description="the Hub id or local path of a CLIP with its text tower, as text"
+    split: Annotated[str | None, Form("the name of a split, as text", "the task's own, without calibration's rows")] = (
+        Field(default=None, min_length=1, description="rows are read from this split")
     )
-    class_names: _Named | None = Field(
-        default=None, description="a list of the classes' names in the order of their labels, each as text"
+    text_model: Annotated[str | None, Form("the Hub id or local path of a CLIP with its text tower, as text")] = Field(
+        default=None,
+        min_length=1,
+        description="a CLIP whose text tower and projections make a classifier of an image tower",
     )
-    templates: _Templates | None = Field(
-        default=None, description='a list of sentences with {} for the class, such as "a photo of a {}."'
-    )
+    class_names: Annotated[
+        _Named | None,
+        Form("a list of the classes' names in the order of their labels, each as text", "the dataset's names"),
+    ] = Field(default=None, description="what the labels mean, from 0")
+    templates: Annotated[
+        _Templates | None, Form('a list of sentences with {} for the class, such as "a photo of a {}."')
+    ] = Field(default=None, description="the sentences that stand for a class; their embeddings are averaged")
 
     @model_validator(mode="after")
     def _zero_shot_is_whole(self) -> EvalSpec:
@@ -191,72 +218,83 @@ class EvalSpec(BaseModel):
 class Sampling(BaseModel):
     """How many examples of a task are taken, and how: given for all tasks in `featcal`, or for one task.
 
-    Attributes:
-        samples: examples to calibrate on.
-        holdout: further examples, kept apart to measure the drift on; may be 0.
-        max_length: tokens of an example, what is longer is cut.
-        seed: of the shuffle that picks the examples.
-        batch_size: examples in one forward.
-
     Raises:
         ValidationError: a value has the wrong type or is out of range.
     """
 
     model_config = _STRICT
 
-    samples: int = Field(default=256, ge=1, description="a whole number of at least 1")
-    holdout: int = Field(default=32, ge=0, description="a whole number of at least 0")
-    max_length: int = Field(default=1024, ge=1, description="a whole number of at least 1")
-    seed: int = Field(
-        default=42, ge=0, lt=2**32, description="a whole number from 0 to 2^32 - 1, which is what NumPy takes"
+    samples: Annotated[int, Form("a whole number of at least 1")] = Field(
+        default=256, ge=1, description="rows to calibrate on"
     )
-    batch_size: int = Field(default=8, ge=1, description="a whole number of at least 1")
+    holdout: Annotated[int, Form("a whole number of at least 0")] = Field(
+        default=32,
+        ge=0,
+        description="further rows, on which drift is measured; never calibrated on, and at most a fifth of the rows "
+        "there are",
+    )
+    max_length: Annotated[int, Form("a whole number of at least 1")] = Field(
+        default=1024, ge=1, description="tokens of a row; what is longer is cut"
+    )
+    seed: Annotated[int, Form("a whole number from 0 to 2^32 - 1, which is what NumPy takes")] = Field(
+        default=42, ge=0, lt=2**32, description="of the shuffle that picks the rows"
+    )
+    batch_size: Annotated[int, Form("a whole number of at least 1")] = Field(
+        default=8, ge=1, description="rows in one forward; changes memory and speed, not the result"
+    )
 
 
 class Task(Sampling):
     """One expert with the examples that show what it is for.
 
-    Attributes:
-        model: the expert, as the merge refers to it.
-        name: unique among the tasks, made of letters, digits and `._-`; stands in tables and file names.
-        dataset: where the examples are.
-        text: name of the column with plain text.
-        prompt: template of what the model reads; `{column}` is a column's value, `{column:.1f}` formats it.
-        completion: template of what the model answers.
-        words: column -> value -> the word that stands for it in the templates, as for class labels.
-        messages: name of the column with chat turns.
-        image: name of the column with images; with `text`, both towers of a CLIP are calibrated.
-        label: name of the column with classes, which `featcal-hf eval` compares a classifier's answers with; never
-            calibrated on.
-        evaluation: how the task is measured; `eval` in YAML.
-
     Raises:
         ValidationError: a value has the wrong type or is out of range, or the sources don't go together.
     """
 
-    model: ModelReference = Field(description="one of the merge's experts")
-    name: str = Field(
+    model: Annotated[ModelReference, Form("one of the merge's experts")] = Field(
+        description="the expert, written as in the merge: `org/model`, `org/model@revision`, `base+adapter`, a folder"
+    )
+    name: Annotated[
+        str,
+        Form("letters, digits and ._- that begin with a letter, a digit or _", "the expert's name"),
+    ] = Field(
         pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._-]*\z",
-        description="letters, digits and ._- that begin with a letter, a digit or _",
+        description="what the task is called in tables and files; further tasks of one expert get -2, -3",
     )
-    dataset: DatasetSpec = Field(description="a Hub id or a local path, or a mapping with a path")
-    text: _Column | None = Field(default=None, description="the name of a column, as text")
-    prompt: _Template | None = Field(default=None, description="text with {column} in it ({{ and }} are plain braces)")
-    completion: _Template | None = Field(
-        default=None, description="text with {column} in it ({{ and }} are plain braces)"
+    dataset: Annotated[DatasetSpec, Form("a Hub id or a local path, or a mapping with a path")] = Field(
+        description="where the rows are; a mapping holds the keys of a dataset, below"
     )
-    words: _Words | None = Field(
+    text: Annotated[str | None, _COLUMN] = Field(default=None, min_length=1, description="column of plain text")
+    prompt: Annotated[_Template | None, _TEMPLATE] = Field(
+        default=None, description="what the model reads; `{column}` is a column's value, `{column:.1f}` formats it"
+    )
+    completion: Annotated[_Template | None, _TEMPLATE] = Field(
         default=None,
-        description='a mapping like {label: {0: "no", 1: "yes"}}, every word as text (YAML reads a bare no as false)',
+        description="what the model answers; an encoder-decoder reads the prompt and writes this",
     )
-    messages: _Column | None = Field(default=None, description="the name of a column, as text")
-    image: _Column | None = Field(default=None, description="the name of a column, as text")
-    label: _Column | None = Field(default=None, description="the name of a column, as text")
-    evaluation: EvalSpec | None = Field(
+    words: Annotated[
+        _Words | None,
+        Form('a mapping like {label: {0: "no", 1: "yes"}}, every word as text (YAML reads a bare no as false)'),
+    ] = Field(default=None, description="words for values of the templates' columns, such as class labels")
+    messages: Annotated[str | None, _COLUMN] = Field(
+        default=None, min_length=1, description="column of chat turns, through the model's chat template"
+    )
+    image: Annotated[str | None, _COLUMN] = Field(
+        default=None,
+        min_length=1,
+        description="column of images, through the model's processor; with `text`, for both towers of a CLIP",
+    )
+    label: Annotated[str | None, _COLUMN] = Field(
+        default=None,
+        min_length=1,
+        description="column with classes, for `featcal-hf eval` of a classifier (it looks for `label` where nothing "
+        "is said); never calibrated on",
+    )
+    evaluation: Annotated[EvalSpec | None, Form("a mapping such as {split: test}")] = Field(
         default=None,
         validation_alias="eval",
         serialization_alias="eval",
-        description="a mapping such as {split: test}",
+        description="how `featcal-hf eval` measures the task, below",
     )
 
     @model_validator(mode="after")
@@ -276,3 +314,14 @@ class Task(Sampling):
                 found = ", ".join(dict.fromkeys(read)) or "nothing"
                 raise ValueError(f"has words for {column!r}, which its templates don't read (they read {found}).")
         return self
+
+
+class Section(Sampling, Settings):
+    """All keys of the section; read part by part, so that an error points at its place in the file."""
+
+    base_model: Annotated[str | None, Form("a model as text: a path or a Hub id", "the merge's")] = Field(
+        default=None, description="another base for the anchor"
+    )
+    tasks: Annotated[list[Any], Form("a list of tasks")] = Field(
+        description="the experts' examples, below; every expert needs a task, and may have several"
+    )

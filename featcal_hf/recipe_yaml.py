@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from featcal_hf.errors import RecipeError
+from featcal_hf.errors import RecipeError, listed
 
 Location = tuple[Any, ...]
 """The keys and list indices that lead from the top of the document to a value."""
@@ -64,7 +64,7 @@ class Document:
             if key not in names:
                 close = difflib.get_close_matches(str(key), names, n=1)
                 advice = f"did you mean {close[0]!r}?" if close else "remove it or use one of these keys."
-                problem = f"is not a known key; {advice} The known keys are {', '.join(names)}."
+                problem = f"is not a known key; {advice} The known keys are {listed(names, str(key))}."
                 raise self.error((*location, key), problem, at_key=True)
 
     def value(self, location: Location) -> Any:

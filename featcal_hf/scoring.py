@@ -21,9 +21,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from featcal_hf import evaluate as measures
-from featcal_hf.checkpoint import listed
 from featcal_hf.data import HeldOut, HeldOutBatch
-from featcal_hf.errors import CheckpointError, DataError
+from featcal_hf.errors import CheckpointError, DataError, listed
 from featcal_hf.evaluate import Metric, OutputDrift
 from featcal_hf.recipe import Task
 

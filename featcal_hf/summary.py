@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 from featcal_hf.plan import Plan
@@ -36,14 +37,22 @@ def show_plan(console: Console, prepared: Prepared, plan: Plan) -> None:
             soft_wrap=True,
         )
     console.print(
-        f"estimated: {plan.peak_bytes / 1e9:.2f} GB peak memory, {plan.disk_bytes / 1e9:.2f} GB disk, "
-        f"{plan.flops / 1e12:.2f} TFLOP",
+        f"estimated: {decimal(plan.peak_bytes)} peak memory, {decimal(plan.disk_bytes)} disk, {_work(plan.flops)}",
         highlight=False,
         soft_wrap=True,
     )
     for task, data in zip(prepared.recipe.tasks, prepared.data, strict=True):
         for warning in data.record["warnings"]:
             console.print(f"warning: task {task.name}: {warning}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _work(operations: float) -> str:
+    """Floating-point operations with the prefix that leaves one to three digits before the point."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if operations < 999.5:
+            return f"{operations:.3g} {prefix}FLOP"
+        operations /= 1000
+    return f"{operations:.3g} EFLOP"
 
 
 def show_result(console: Console, report: RunReport) -> None:

@@ -15,7 +15,7 @@ import PIL.Image
 
 from featcal_hf.data.images import read_image
 from featcal_hf.data.source import Row
-from featcal_hf.errors import DataError
+from featcal_hf.errors import DataError, listed
 
 if TYPE_CHECKING:
     from featcal_hf.recipe import Task
@@ -75,7 +75,7 @@ def used_columns(task: Task, columns: list[str], *, encoder_decoder: bool) -> li
                 hint = f"; did you mean {close[0]!r}?" if close else f"; give one of these as `{setting}`"
                 raise DataError(
                     f"`{setting}` names column {name!r}, which the dataset doesn't have "
-                    f"(it has {', '.join(columns) or 'none'}){hint}"
+                    f"(it has {listed(columns, name) or 'none'}){hint}"
                 )
     return list(dict.fromkeys(name for names in wanted.values() for name in names))
 
@@ -147,7 +147,7 @@ def _with_words(row: Row, words: Mapping[str, Mapping[int | str, str]]) -> Row:
         value = row[column]
         if value is not None and (not isinstance(value, int | str) or value not in known):
             raise DataError(
-                f"column {column!r} holds {value!r}, and `words` has only {', '.join(map(repr, known))}; add it there"
+                f"column {column!r} holds {value!r}, and `words` has only {listed(map(repr, known))}; add it there"
             )
         replaced[column] = value if value is None else known[value]
     return {**row, **replaced}

@@ -14,7 +14,7 @@ from featcal_hf.data.content import read_content, used_columns
 from featcal_hf.data.source import Row, open_source
 from featcal_hf.data.task import OpenedTask, hash_rows
 from featcal_hf.data.tokenizing import TextEncoder
-from featcal_hf.errors import DataError
+from featcal_hf.errors import DataError, listed
 
 if TYPE_CHECKING:
     from featcal_hf.recipe import DatasetSpec, Task
@@ -153,7 +153,7 @@ def held_out(
         if label not in source.columns:
             raise DataError(
                 f"accuracy needs each row's class, and there is no column {label!r} (the dataset has "
-                f"{', '.join(source.columns)}); name it in the task, as in `label: {source.columns[-1]}`"
+                f"{listed(source.columns, label)}); name it in the task, as in `label: {source.columns[-1]}`"
             )
         columns = list(dict.fromkeys([*columns, label]))
     chosen: list[_Row] = []

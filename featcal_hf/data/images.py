@@ -13,7 +13,7 @@ import torch
 from transformers import AutoImageProcessor
 from transformers.utils.hub import has_file
 
-from featcal_hf.errors import DataError
+from featcal_hf.errors import DataError, listed
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -60,7 +60,7 @@ def load_image_processor(paths: Sequence[str], *, trust_remote_code: bool) -> Im
             ) from error
         return ImageProcessor(process, path)
     raise DataError(
-        f"no image processor: none of {', '.join(dict.fromkeys(paths))} has {' or '.join(PROCESSOR_FILES)}; "
+        f"no image processor: none of {listed(dict.fromkeys(paths))} has {' or '.join(PROCESSOR_FILES)}; "
         "copy the one of the base model into the merged model's folder"
     )
 

@@ -170,7 +170,7 @@ def test_check_prints_the_plan_and_changes_nothing(merge: Merge, featcal: Featca
     assert outcome.code == 0
     assert "Calibration plan" in outcome.output
     assert "21 linear modules and 6 norms in 3 blocks" in outcome.output
-    assert "estimated:" in outcome.output
+    assert re.search(r"estimated: \d+\.\d MB peak memory, \d+\.\d kB disk, [1-9]\S* MFLOP ", f"{outcome.output} ")
     assert "block 1/3" not in outcome.output
     assert contents(merge.root) == before
 
@@ -316,6 +316,11 @@ def test_a_whole_clip_can_be_the_base_of_its_image_tower(tmp_path: Path) -> None
 def test_help_and_version_name_the_command(featcal: Featcal) -> None:
     assert "featcal-hf recipe.yml ./merged" in featcal("--help").output
     assert re.fullmatch(r"featcal-hf, version \d+\.\d+\.\d+", featcal("--version").output)
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    result = subprocess.run([sys.executable, "-m", "featcal_hf", "--version"], capture_output=True, text=True)
+    assert result.stdout.startswith("featcal-hf, version ")
 
 
 def test_the_installed_command_reports_a_missing_recipe_with_exit_code_2(tmp_path: Path) -> None:
