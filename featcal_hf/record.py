@@ -1,0 +1,164 @@
+"""What a calibrated folder says of itself: `featcal.json` and `featcal_eval.json`, read and checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from featcal_hf.errors import CheckpointError
+from featcal_hf.save import REPORT
+
+
+class _Record(BaseModel):
+    """Ignores what it doesn't know, so that newer files can be read."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class DriftRecord(_Record):
+    """Drift of one task at one block; see `drift.Drift`."""
+
+    drift: float
+    relative: float
+    mismatch: float
+    propagation: float
+    cosine: float
+
+
+class DriftChange(_Record):
+    """Drift of the merged model and of the calibrated one."""
+
+    before: DriftRecord
+    after: DriftRecord
+
+
+class ModuleRecord(_Record):
+    """One calibrated module: its path in the block, ‖new - merged‖ / ‖merged‖, its ridge, its weighted tokens."""
+
+    name: str
+    step: float
+    lambda_: float
+    tokens: float
+
+
+class BlockRecord(_Record):
+    """One block; `drift` is empty where no rows were held out."""
+
+    path: str
+    seconds: float
+    modules: list[ModuleRecord]
+    kept: dict[str, str]
+    drift: dict[str, DriftChange]
+
+
+class TaskRecord(_Record):
+    """The rows of one task."""
+
+    expert: str
+    calibration_rows: int
+    holdout_rows: int
+    tokens: int
+    warnings: list[str] = []
+
+
+class SettingsRecord(_Record):
+    """The settings in force."""
+
+    lambda_: float | None = Field(alias="lambda")
+    rho: float
+    alpha: float
+    scale: str
+
+
+class RunRecord(_Record):
+    """What `featcal.json` says of a calibration."""
+
+    settings: SettingsRecord
+    merge_method: str
+    recipe: str
+    tasks: dict[str, TaskRecord] = Field(min_length=1)
+    versions: dict[str, str]
+    seconds: float
+    blocks: list[BlockRecord] = Field(min_length=1)
+
+    @property
+    def measured(self) -> list[str]:
+        """The tasks whose drift was measured."""
+        return list(self.blocks[-1].drift)
+
+
+class EvalLine(_Record):
+    """One metric of one task; a model that wasn't measured has no value."""
+
+    task: str
+    metric: str
+    higher_is_better: bool
+    expert: float | None = None
+    merged: float | None = None
+    calibrated: float | None = None
+    recovered: float | None = None
+
+
+class EvalRecord(_Record):
+    """What `featcal_eval.json` says of an evaluation."""
+
+    results: list[EvalLine]
+    lm_eval: list[EvalLine] = []
+
+
+_Kind = TypeVar("_Kind", bound=_Record)
+
+
+def run_record(contents: Mapping[str, Any], where: str) -> RunRecord:
+    """The contents of a `featcal.json`; `where` names them in an error.
+
+    Raises:
+        CheckpointError: they are something else.
+    """
+    return _checked(RunRecord, contents, where)
+
+
+def read_run(model_dir: Path) -> RunRecord:
+    """Read the `featcal.json` of a calibrated folder.
+
+    Raises:
+        CheckpointError: it isn't there, or is something else.
+    """
+    path = model_dir / REPORT
+    if not path.is_file():
+        raise CheckpointError(
+            f"{model_dir} has no {REPORT}; name a folder that `featcal-hf calibrate RECIPE MODEL_DIR` has calibrated."
+        )
+    return _checked(RunRecord, _json(path), str(path))
+
+
+def read_evaluation(path: Path) -> EvalRecord | None:
+    """Read a `featcal_eval.json`; None if there is none.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    return _checked(EvalRecord, _json(path), str(path)) if path.is_file() else None
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}. Run the command that writes it again.") from error
+
+
+def _checked(kind: type[_Kind], contents: Any, where: str) -> _Kind:
+    try:
+        return kind.model_validate(contents)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise CheckpointError(
+            f"{where} is not what featcal-hf writes, or damaged: {place}: {first['msg']}. Run the command that writes "
+            "it again."
+        ) from error

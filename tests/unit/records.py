@@ -1,0 +1,61 @@
+"""Records of runs that never were, for tests of what is drawn and said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+BLOCKS = [f"model.layers.{number}" for number in range(4)]
+
+
+def drift(size: float) -> dict[str, Any]:
+    return {
+        "drift": 10 * size,
+        "relative": size,
+        "mismatch": 4 * size,
+        "propagation": 8 * size,
+        "cosine": 1 - size / 2,
+    }
+
+
+def contents(
+    paths: Sequence[str] = BLOCKS,
+    tasks: Sequence[str] = ("math", "code"),
+    *,
+    before: float = 0.4,
+    after: float = 0.1,
+    held_out: bool = True,
+) -> dict[str, Any]:
+    """What a `featcal.json` holds; drift grows evenly up to `before` and `after` at the last block."""
+    return {
+        "settings": {"lambda": None, "rho": 2.0, "alpha": 0.3, "scale": "trace", "bias": True, "norm": True},
+        "merge_method": "task_arithmetic",
+        "recipe": "merge_method: task_arithmetic\n",
+        "tasks": {
+            task: {"expert": f"org/{task}", "calibration_rows": 64, "holdout_rows": 8, "tokens": 4096, "warnings": []}
+            for task in tasks
+        },
+        "versions": {"featcal_hf": "0.1.0", "torch": "2.13.0"},
+        "seconds": 12.5,
+        "blocks": [
+            {
+                "path": path,
+                "seconds": 3.0,
+                "modules": [
+                    {"name": "self_attn.q_proj", "step": 0.05, "lambda_": 0.01, "tokens": 8192.0},
+                    {"name": "mlp.down_proj", "step": 0.1, "lambda_": 0.02, "tokens": 8192.0},
+                ],
+                "kept": {},
+                "drift": {
+                    task: {
+                        "before": drift(before * (number + 1) / len(paths)),
+                        "after": drift(after * (number + 1) / len(paths)),
+                    }
+                    for task in tasks
+                }
+                if held_out
+                else {},
+            }
+            for number, path in enumerate(paths)
+        ],
+    }
