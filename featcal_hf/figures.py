@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from featcal_hf.figure_style import WIDE, Look, panels, percents, short_names, stacks, title
-from featcal_hf.record import RunRecord
+from featcal_hf.recorded import RunRecord
 
 
 def drift_figure(run: RunRecord, look: Look = WIDE) -> Figure | None:

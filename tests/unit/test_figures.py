@@ -7,7 +7,7 @@ from records import BLOCKS, contents
 
 from featcal_hf.figure_style import NARROW, WIDE, Look, short_names, stacks
 from featcal_hf.figures import drift_figure, png, svg
-from featcal_hf.record import run_record
+from featcal_hf.recorded import run_record
 
 ENCODER_DECODER = [f"{part}.block.{number}" for part in ("encoder", "decoder") for number in range(3)]
 

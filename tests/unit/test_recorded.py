@@ -7,7 +7,7 @@ import pytest
 from records import contents
 
 from featcal_hf.errors import CheckpointError
-from featcal_hf.record import read_evaluation, read_run, run_record
+from featcal_hf.recorded import read_evaluation, read_run, run_record
 
 
 def test_a_record_is_read_with_what_a_newer_version_adds(tmp_path: Path) -> None:
