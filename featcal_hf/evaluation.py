@@ -99,7 +99,7 @@ def evaluate(
     trust_remote_code: bool = False,
     random_seed: int | None = None,
     mapping: Mapping[str, str] | None = None,
-    lm_eval: Sequence[str] = (),
+    lm_eval: Sequence[str] | None = None,
     lm_eval_results: Sequence[str] = (),
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> EvalReport:
@@ -123,7 +123,7 @@ def evaluate(
         trust_remote_code: let models and tokenizers run code of their repository.
         random_seed: the seed that the calibration was given in place of the recipe's.
         mapping: ids in the recipe -> local paths, as in `calibrate`.
-        lm_eval: tasks of EleutherAI's harness to run on the merged and the calibrated model.
+        lm_eval: tasks of EleutherAI's harness to run on the merged and the calibrated model; None: the recipe's.
         lm_eval_results: results files of the harness; `expert=`, `merged=` or `calibrated=` before a path says which
             model it is about.
         on_stage: called with the name of each stage.
@@ -138,9 +138,10 @@ def evaluate(
             isn't installed.
     """
     started = time.perf_counter()
-    if lm_eval:
-        check_harness()
     read = read_recipe(recipe)
+    harness_tasks = read.harness.lm_eval if lm_eval is None else lm_eval
+    if harness_tasks:
+        check_harness()
     known = dict(mapping or {})
     check_mapping(known, read)
     on_stage("opening checkpoints")
@@ -174,15 +175,15 @@ def evaluate(
         device=torch.device(device),
         trust_remote_code=trust_remote_code,
     )
-    if not experts and not reports and not lm_eval and all(entry.reading.metric is None for entry in chosen):
+    if not experts and not reports and not harness_tasks and all(entry.reading.metric is None for entry in chosen):
         raise DataError(
             f"{chosen[0].reading.why}: without experts nothing can be measured; give --experts for the drift"
         )
     _measure(chosen, models, teachers, student, torch.device(device), on_stage)
-    for label, model in models.items() if lm_eval else ():
+    for label, model in models.items() if harness_tasks else ():
         on_stage(f"lm-eval on the {label} model")
         results = run_harness(
-            model.folder, lm_eval, device=device, batch_size=batch_size, trust_remote_code=trust_remote_code
+            model.folder, harness_tasks, device=device, batch_size=batch_size, trust_remote_code=trust_remote_code
         )
         reports.append((label, parse_results(results)))
     labelled = {f"expert {reference}": model for reference, model in teachers.items()} | models

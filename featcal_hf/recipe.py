@@ -17,6 +17,7 @@ from featcal_hf.recipe_merge import Merge, parse_reference, read_merge, read_ref
 from featcal_hf.recipe_section import (
     DatasetSpec,
     EvalSpec,
+    Harness,
     Sampling,
     Section,
     Settings,
@@ -43,6 +44,7 @@ class Recipe:
         experts: the models to calibrate towards, in order of appearance, each once.
         tasks: at least one for each expert, in the recipe's order.
         depth: how many blocks the recipe's slices cover; None where it takes whole models.
+        harness: what `featcal-hf eval` runs of EleutherAI's harness.
     """
 
     path: Path
@@ -53,6 +55,7 @@ class Recipe:
     experts: tuple[ModelReference, ...]
     tasks: tuple[Task, ...]
     depth: int | None
+    harness: Harness
 
 
 def read_recipe(path: str | Path) -> Recipe:
@@ -68,6 +71,7 @@ def read_recipe(path: str | Path) -> Recipe:
     section = _section(document, merge)
     settings = _validated(document, ("featcal",), Settings, _part(section, Settings))
     sampling = _validated(document, ("featcal",), Sampling, _part(section, Sampling))
+    harness = _validated(document, ("featcal",), Harness, _part(section, Harness))
     base = merge.base
     if section.get("base_model") is not None:
         base = read_reference(document, ("featcal", "base_model"))
@@ -83,6 +87,7 @@ def read_recipe(path: str | Path) -> Recipe:
         experts=merge.experts,
         tasks=tasks,
         depth=merge.depth,
+        harness=harness,
     )
 
 

@@ -63,6 +63,7 @@ _COLUMN = Form("the name of a column, as text")
 _TEMPLATE = Form("text with {column} in it ({{ and }} are plain braces)")
 _Float = Annotated[float, BeforeValidator(_number)]
 _Column = Annotated[str, Field(min_length=1)]
+_TaskName = Annotated[str, Field(min_length=1)]
 _Template = Annotated[str, Field(min_length=1), AfterValidator(_template)]
 _Words = Annotated[dict[_Column, Annotated[dict[int | str, str], Field(min_length=1)]], Field(min_length=1)]
 
@@ -215,6 +216,22 @@ class EvalSpec(BaseModel):
         return self
 
 
+class Harness(BaseModel):
+    """What `featcal-hf eval` runs beside the tasks' own metrics.
+
+    Raises:
+        ValidationError: it isn't a list of texts.
+    """
+
+    model_config = _STRICT
+
+    lm_eval: Annotated[list[_TaskName], Form("a list of tasks such as [gsm8k, mbpp], each as text")] = Field(
+        default=[],
+        description="tasks of EleutherAI's harness that `featcal-hf eval` runs on the merged and the calibrated model, "
+        "by name or as local YAML files of tasks",
+    )
+
+
 class Sampling(BaseModel):
     """How many examples of a task are taken, and how: given for all tasks in `featcal`, or for one task.
 
@@ -316,7 +333,7 @@ class Task(Sampling):
         return self
 
 
-class Section(Sampling, Settings):
+class Section(Harness, Sampling, Settings):
     """All keys of the section; read part by part, so that an error points at its place in the file."""
 
     base_model: Annotated[str | None, Form("a model as text: a path or a Hub id", "the merge's")] = Field(

@@ -36,7 +36,12 @@ from featcal_hf.mapping import read_mapping
         click.option(
             "--output", type=click.Path(path_type=Path), help=f"Write the report here, not to MODEL_DIR/{EVALUATION}."
         ),
-        click.option("--lm-eval", help="Run these tasks (a,b,c) of EleutherAI's harness on both models."),
+        click.option(
+            "--lm-eval",
+            metavar="TASKS",
+            help="Run these tasks (a,b,c) of EleutherAI's harness on both models, in place of the recipe's lm_eval.",
+        ),
+        click.option("--no-lm-eval", is_flag=True, help="Leave out the harness tasks that the recipe names."),
         click.option(
             "--lm-eval-results",
             multiple=True,
@@ -59,6 +64,7 @@ def eval_command(
     batch_size: int | None,
     output: Path | None,
     lm_eval: str | None,
+    no_lm_eval: bool,
     lm_eval_results: tuple[str, ...],
     mapped: tuple[str, ...],
     cache_dir: str | None,
@@ -88,10 +94,18 @@ def eval_command(
         trust_remote_code=trust_remote_code,
         random_seed=random_seed,
         mapping=read_mapping(mapped),
-        lm_eval=[task.strip() for task in lm_eval.split(",") if task.strip()] if lm_eval else (),
+        lm_eval=_harness_tasks(lm_eval, no_lm_eval),
         lm_eval_results=lm_eval_results,
         on_stage=stages(console, quiet),
     )
     if not quiet:
         show_evaluation(console, report)
         console.print(f"Wrote {output or model_dir / EVALUATION}", highlight=False, soft_wrap=True)
+
+
+def _harness_tasks(named: str | None, none: bool) -> list[str] | None:
+    if none and named is not None:
+        raise click.UsageError("--lm-eval and --no-lm-eval say two things; give one of them.")
+    if named is None:
+        return [] if none else None
+    return [task.strip() for task in named.split(",") if task.strip()]

@@ -179,8 +179,9 @@ def test_batches_and_padding_leave_every_number_alone(evaluated: Evaluated) -> N
 
 
 def test_results_of_the_harness_are_added_and_running_it_says_what_to_install(
-    evaluated: Evaluated, featcal: Featcal, tmp_path: Path
+    evaluated: Evaluated, featcal: Featcal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr("featcal_hf.harness.find_spec", lambda name: None)
     for label, score in {"merged": 0.25, "calibrated": 0.5}.items():
         folder = evaluated.out if label == "calibrated" else evaluated.merge.merged
         content = {
@@ -227,6 +228,59 @@ def test_the_harness_is_run_on_the_merged_and_the_calibrated_model(
     assert ran[0]["tasks"] == ["arc_easy", "gsm8k"]
     (line,) = json.loads(output.read_text())["lm_eval"]
     assert (line["merged"], line["calibrated"]) == pytest.approx((0.1, 0.2))
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(evaluated.merge.recipe.read_text().replace("featcal:", "featcal:\n  lm_eval: [mbpp]"))
+    command = ("eval", recipe, evaluated.out, "--merged", evaluated.merge.merged, "--output", output)
+    assert featcal(*command).code == 0
+    assert [arguments["tasks"] for arguments in ran[2:]] == [["mbpp"], ["mbpp"]]
+    assert featcal(*command, "--no-lm-eval").code == 0
+    assert len(ran) == 4
+
+
+@pytest.mark.slow
+def test_the_real_harness_runs_a_local_task_and_gives_what_the_model_gives(
+    evaluated: Evaluated, featcal: Featcal, tmp_path: Path
+) -> None:
+    """Skipped where `pip install "featcal_hf[lm-eval]"` wasn't run."""
+    pytest.importorskip("lm_eval")
+    words = [f"{first} {second}" for first, second in zip(WORDS[:8], WORDS[8:16], strict=True)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in words))
+    task = tmp_path / "words.yaml"
+    task.write_text(
+        yaml.safe_dump(
+            {
+                "task": "words",
+                "dataset_path": "json",
+                "dataset_kwargs": {"data_files": {"test": str(data)}},
+                "test_split": "test",
+                "output_type": "loglikelihood",
+                "doc_to_text": "{{text.split()[0]}}",
+                "doc_to_target": " {{text.split()[1]}}",
+                "metric_list": [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}],
+            }
+        )
+    )
+    folders = {"merged": tmp_path / "merged", "calibrated": tmp_path / "out"}
+    for folder, source in zip(folders.values(), (evaluated.merge.merged, evaluated.out), strict=True):
+        shutil.copytree(source, folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.bos_token = "<pad>"  # the harness wants one
+        tokenizer.save_pretrained(folder)
+    output = tmp_path / "report.json"
+    command = ("eval", evaluated.merge.recipe, folders["calibrated"], "--merged", folders["merged"], "--output", output)
+    outcome = featcal(*command, "--lm-eval", task, "--batch-size", "2")
+    assert outcome.code == 0, outcome
+    (line,) = json.loads(output.read_text())["lm_eval"]
+    for label, folder in folders.items():
+        model = hf.LlamaForCausalLM.from_pretrained(folder).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        losses = []
+        for text in words:
+            ids = tokenizer(text, return_tensors="pt").input_ids
+            scores = model(ids).logits.log_softmax(-1)
+            losses.append(-float(scores[0, -2, ids[0, -1]].detach()))
+        assert line[label] == pytest.approx(float(torch.tensor(losses).mean().exp()), rel=1e-4)
 
 
 def test_folders_that_are_not_what_they_are_named_as_are_refused(evaluated: Evaluated, tmp_path: Path) -> None:
