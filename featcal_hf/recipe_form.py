@@ -25,7 +25,7 @@ def form_of(field: FieldInfo) -> Form:
     (form,) = (entry for entry in field.metadata if isinstance(entry, Form))
     if form.default is not None or field.is_required() or field.default is None:
         return form
-    return Form(form.value, str(field.default).lower())
+    return Form(form.value, "none" if field.default == [] else str(field.default).lower())
 
 
 def key_of(name: str, field: FieldInfo) -> str:
