@@ -24,14 +24,15 @@ from mergekit.common import ModelReference
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from tiny_merge import Outcome, run_mergekit
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import nn
 
 from featcal_hf.merge import merge
-from featcal_hf.recipe import Recipe, parse_reference, read_recipe
+from featcal_hf.recipe import Recipe, Task, parse_reference, read_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").iterdir())
 ROWS = 5
+EOS = list(SPECIAL).index("eos_token")
 BYTES = [*SPECIAL.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
 
 ARCHITECTURES = {
@@ -47,13 +48,14 @@ ARCHITECTURES = {
 
 IMAGES = """
 tanganke/sun397 tanganke/stanford_cars tanganke/resisc45 tanganke/eurosat ufldl-stanford/svhn:cropped_digits
-tanganke/gtsrb ylecun/mnist tanganke/dtd dpdl-benchmark/oxford_flowers102 1aurent/PatchCamelyon timm/oxford-iiit-pet
+tanganke/gtsrb ylecun/mnist tanganke/dtd dpdl-benchmark/oxford_flowers102 timm/oxford-iiit-pet
 tanganke/stl10 tanganke/cifar100 tanganke/cifar10 ethz/food101 zalando-datasets/fashion_mnist tanganke/emnist_letters
 tanganke/kmnist nateraw/rendered-sst2
 """.split()  # noqa: SIM905
 PAIR = {"sentence1": str, "sentence2": str, "label": 2, "idx": int}
 COLUMNS: dict[str, dict[str, Any]] = {
     **{key: {"image": Image, "label": 3} for key in IMAGES},
+    "1aurent/PatchCamelyon": {"image": Image, "label": 2},
     "clip-benchmark/wds_fer2013": {"jpg": Image, "cls": int},
     "nyu-mll/glue:cola": {"sentence": str, "label": 2, "idx": int},
     "nyu-mll/glue:mnli": {"premise": str, "hypothesis": str, "label": 3, "idx": int},
@@ -78,12 +80,30 @@ COLUMNS: dict[str, dict[str, Any]] = {
 Featcal = Callable[..., Outcome]
 
 
+def dataset_key(task: Task) -> str:
+    """A task's dataset as COLUMNS and `--map` name it."""
+    return f"{task.dataset.path}:{task.dataset.name}" if task.dataset.name else task.dataset.path
+
+
+def evaluated_splits() -> dict[str, set[str]]:
+    """Dataset -> the splits that recipes evaluate on."""
+    splits: dict[str, set[str]] = {}
+    for task in (task for path in RECIPES for task in read_recipe(path).tasks):
+        if task.evaluation is not None and task.evaluation.split is not None:
+            splits.setdefault(dataset_key(task), set()).add(task.evaluation.split)
+    return splits
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Stand-ins for the data sets: images and labels as saved data sets, the rest as jsonl files."""
     root = tmp_path_factory.mktemp("rows")
     datasets.disable_progress_bars()
-    return {key: write_rows(root / re.sub(r"\W", "-", key), number, key) for number, key in enumerate(COLUMNS)}
+    more = evaluated_splits()
+    return {
+        key: write_rows(root / re.sub(r"\W", "-", key), number, key, ["train", *sorted(more.get(key, ()))])
+        for number, key in enumerate(COLUMNS)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +130,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe, str
     return build
 
 
-def write_rows(path: Path, seed: int, key: str) -> Path:
+def write_rows(path: Path, seed: int, key: str, splits: list[str]) -> Path:
     numbers = np.random.default_rng(seed)
     words = random.Random(seed)
 
@@ -125,17 +145,22 @@ def write_rows(path: Path, seed: int, key: str) -> Path:
         return {str: text(), float: 5 * words.random(), int: row}[kind] if isinstance(kind, type) else row % kind
 
     columns = COLUMNS[key]
-    table = [{name: value(kind, row) for name, kind in columns.items()} for row in range(ROWS)]
+    tables = {
+        split: [{name: value(kind, row) for name, kind in columns.items()} for row in range(ROWS)] for split in splits
+    }
     labels = {name: kind for name, kind in columns.items() if isinstance(kind, int)}
-    if labels or Image in columns.values():
+    if len(splits) == 1 and not labels:
+        file = path.with_suffix(".jsonl")
+        file.write_text("".join(json.dumps(row) + "\n" for row in tables["train"]))
+        return file
+    saved = {}
+    for split, table in tables.items():
         dataset = datasets.Dataset.from_list(table)
         for name, classes in labels.items():
             dataset = dataset.cast_column(name, datasets.ClassLabel(num_classes=classes))
-        datasets.DatasetDict({"train": dataset}).save_to_disk(path)
-        return path
-    file = path.with_suffix(".jsonl")
-    file.write_text("".join(json.dumps(row) + "\n" for row in table))
-    return file
+        saved[split] = dataset
+    datasets.DatasetDict(saved).save_to_disk(path)
+    return path
 
 
 def with_bytes(family: Family) -> Family:
@@ -155,22 +180,30 @@ def with_bytes(family: Family) -> Family:
 
 def save_model(family: Family, model: hf.PreTrainedModel, folder: Path, is_base: bool) -> None:
     if isinstance(model, hf.CLIPVisionModel):
-        if is_base:  # OpenAI's repositories hold both towers
+        if is_base:  # OpenAI's repositories hold both towers, with a tokenizer
             text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-            config = hf.CLIPConfig(text_config={**text, "vocab_size": 9}, vision_config=model.config.to_dict())
+            text |= {"vocab_size": len(BYTES), "max_position_embeddings": 128, "eos_token_id": EOS}
+            config = hf.CLIPConfig(text_config=text, vision_config=model.config.to_dict())
             whole = hf.CLIPModel(config)
             whole.vision_model.load_state_dict(model.state_dict())
             model = whole
+            save_tokenizer(folder, processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", EOS)]))
         assert family.processor is not None
         family.processor().save_pretrained(folder)
     else:
-        tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(BYTES)}, []))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        fast = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
-        fast.chat_template = CHAT_TEMPLATE
-        fast.save_pretrained(folder)
+        save_tokenizer(folder)
     model.save_pretrained(folder)
+
+
+def save_tokenizer(folder: Path, ending: processors.PostProcessor | None = None) -> None:
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(BYTES)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if ending is not None:
+        tokenizer.post_processor = ending
+    fast = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
 
 
 def save_adapter(family: Family, base: hf.PreTrainedModel, folder: Path, seed: int) -> None:
@@ -189,8 +222,7 @@ def save_adapter(family: Family, base: hf.PreTrainedModel, folder: Path, seed: i
 def mapping_of(recipe: Recipe, made: dict[str, Path], rows: dict[str, Path]) -> dict[str, str]:
     references = [reference for reference in (recipe.base, *recipe.experts) if reference is not None]
     paths = [path.path for reference in references for path in (reference.model, reference.lora) if path]
-    specs = [task.dataset for task in recipe.tasks]
-    keys = [f"{spec.path}:{spec.name}" if spec.name else spec.path for spec in specs]
+    keys = [dataset_key(task) for task in recipe.tasks]
     missing = sorted({key for key in keys if key not in rows})
     assert not missing, f"{recipe.path.name} needs stand-ins for {missing}: give their columns in COLUMNS"
     return {path: str(made[path]) for path in paths} | {key: str(rows[key]) for key in keys}
@@ -234,10 +266,12 @@ def test_a_recipe_runs_on_stand_ins(
 
     checked = featcal("check", path, tmp_path / "merged", "--map", tmp_path / "map.yml")
     assert checked.code == 0, checked
-    outcome = featcal("calibrate", path, tmp_path / "merged", "--map", tmp_path / "map.yml", "--quiet")
+    calibrated = tmp_path / "calibrated"
+    options = ("--map", tmp_path / "map.yml", "--quiet")
+    outcome = featcal("calibrate", path, tmp_path / "merged", "--output", calibrated, *options)
     assert outcome.code == 0, outcome
 
-    report = json.loads((tmp_path / "merged" / "featcal.json").read_text())
+    report = json.loads((calibrated / "featcal.json").read_text())
     assert report["recipe"] == path.read_text()
     assert list(report["tasks"]) == [task.name for task in recipe.tasks]
     for task in recipe.tasks:
@@ -255,13 +289,32 @@ def test_a_recipe_runs_on_stand_ins(
         # What adapters leave alone can be where it should be already, to the last bit.
         assert any(steps) if any(reference.lora for reference in recipe.experts) else all(steps), block
 
+    if any(task.evaluation for task in recipe.tasks):
+        options = ("--merged", tmp_path / "merged", "--experts", "--rows", ROWS, *options)
+        outcome = featcal("eval", path, calibrated, *options)
+        assert outcome.code == 0, outcome
+        check_evaluation(recipe, json.loads((calibrated / "featcal_eval.json").read_text()))
 
-def test_every_recipe_names_its_three_commands() -> None:
+
+def check_evaluation(recipe: Recipe, report: dict[str, Any]) -> None:
+    """Every task was measured on the split that it names, by accuracy if it is one of a CLIP's."""
+    for task in recipe.tasks:
+        assert task.evaluation is not None
+        assert report["tasks"][task.name]["dataset"]["split"] == task.evaluation.split
+        assert report["tasks"][task.name]["rows"] == ROWS
+        metrics = {line["metric"]: line for line in report["results"] if line["task"] == task.name}
+        metric = "zero-shot accuracy" if task.image else "exact match" if task.words else "Spearman's ρ"
+        assert {"expert", "merged", "calibrated"} < set(metrics[metric])
+
+
+def test_every_recipe_names_its_commands() -> None:
     for path in RECIPES:
         text = path.read_text()
         for command in ("check    ", "calibrate"):
             assert f"#   featcal-hf {command} recipes/{path.name} ./merged" in text
         assert re.search(rf"#   (mergekit-yaml       |featcal-hf merge    ) recipes/{path.name} \./merged\n", text)
+        if "eval:" in text:
+            assert f"#   featcal-hf eval      recipes/{path.name} ./calibrated --merged ./merged --experts\n" in text
 
 
 def test_a_mapped_id_that_the_recipe_lacks_ends_the_command_with_the_closest_one(
