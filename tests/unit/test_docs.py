@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from importlib.metadata import metadata
 from importlib.util import module_from_spec, spec_from_file_location
@@ -115,3 +116,26 @@ def test_every_table_that_can_be_made_is_in_one_page(reference: ModuleType) -> N
     pages = "".join(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))
     assert sorted(re.findall(r"<!-- made: (\w+) -->", pages)) == sorted(reference.MADE)
     assert pages.count("<!-- end -->") == len(reference.MADE)
+
+
+def messages() -> list[str]:
+    """Every text in the package's code but docstrings, `…` in the place of what is filled in."""
+    found = []
+    for path in (ROOT / "featcal_hf").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                found.append(node.value)
+    return found
+
+
+def test_every_message_that_is_explained_is_one_of_ours() -> None:
+    quoted = re.findall(r"\*\*`([^`]+)`\*\*", read_page(DOCS / "troubleshooting.md").text)
+    assert len(quoted) > 40
+    texts = messages()
+    for message in quoted:
+        pattern = re.compile(".+".join(re.escape(part) for part in message.split("…")), re.DOTALL)
+        assert any(pattern.search(text) for text in texts), message
