@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -20,9 +20,19 @@ from featcal_hf.drift import Drift
 from featcal_hf.errors import DataError
 from featcal_hf.forward import next_block, parking, refuse_second_visit, run_block_watched
 from featcal_hf.models import BlockModel
+from featcal_hf.outcome import TaskOutcome, finish
 from featcal_hf.recipe import Settings
+from featcal_hf.stages import StageClock, StageCost, peak_bytes
 from featcal_hf.streams import CalibrationTask, TaskStreams
-from featcal_hf.systems import BlockPlan, BlockSystems, BlockUpdate, ModuleUpdate, plan_block, watched_names
+from featcal_hf.systems import (
+    BlockPlan,
+    BlockSystems,
+    BlockUpdate,
+    InputUpdate,
+    ModuleUpdate,
+    plan_block,
+    watched_names,
+)
 from featcal_hf.tokens import pooled_blocks, token_stream
 
 
@@ -36,6 +46,10 @@ class BlockReport:
         kept: parameters left at their merged values, with the reason.
         drift: task -> (before, after); empty without held-out rows. 'before' is the uncalibrated merged model.
         seconds: time spent on the block.
+        inputs: what was solved over: one entry for each tensor that linear modules read.
+        costs: seconds and memory of each stage.
+        peak_bytes: the most memory that the process had held when the block was done; None where nobody knows.
+        outcome: task -> final features and output drift of its held-out rows; of the last block alone.
     """
 
     path: str
@@ -43,6 +57,10 @@ class BlockReport:
     kept: dict[str, str]
     drift: dict[str, tuple[Drift, Drift]]
     seconds: float
+    inputs: list[InputUpdate] = field(default_factory=list)
+    costs: dict[str, StageCost] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    outcome: dict[str, TaskOutcome] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-able values."""
@@ -54,6 +72,10 @@ class BlockReport:
             "drift": {
                 task: {"before": asdict(before), "after": asdict(after)} for task, (before, after) in self.drift.items()
             },
+            "inputs": [asdict(update) for update in self.inputs],
+            "costs": {stage: asdict(cost) for stage, cost in self.costs.items()},
+            "peak_bytes": self.peak_bytes,
+            "outcome": {task: asdict(outcome) for task, outcome in self.outcome.items()},
         }
 
 
@@ -165,30 +187,54 @@ def _calibrate_block(
     write: WriteBlock,
     on_step: OnStep,
 ) -> BlockReport:
-    started = time.perf_counter()
+    started, clock = time.perf_counter(), StageClock()
     path, steps = place.path, len(streams) + 1
-    with student.block(path, device) as block:
+    outcome: dict[str, TaskOutcome] = {}
+    with clock.loading(student.block(path, device)) as block:
         stream = token_stream(student.module, block)
         plan = _first_look(place, student, block, streams[0], settings, device)
         own, encoder = zip(*(task.most_tokens(stream, device) for task in streams), strict=True)
-        with base.block(path, device) if base else nullcontext() as base_block:
+        with clock.loading(base.block(path, device) if base else nullcontext()) as base_block:
             systems = BlockSystems(path, plan, block, base_block, settings, (sum(own), sum(encoder)))
             for part, task in enumerate(streams):
                 on_step(Step(path, place.number, place.blocks, task.name, part, steps))
-                with task.expert.block(path, device) as expert_block:
-                    moments = task.collect(plan, block, expert_block, stream, device)
-                    moments.average(f"task {task.name}, {path}")
-                    systems.add_task(moments, expert_block)
+                with clock.loading(task.expert.block(path, device)) as expert_block:
+                    moments = task.collect(plan, block, expert_block, stream, device, clock)
+                    with clock.stage("moments"):
+                        moments.average(f"task {task.name}, {path}")
+                    with clock.stage("solve"):
+                        systems.add_task(moments, expert_block)
                 if not place.is_last:
-                    task.resume_experts(task.calibration)
+                    with clock.stage("forwards"):
+                        task.resume_experts(task.calibration)
             on_step(Step(path, place.number, place.blocks, "solve", len(streams), steps))
-            update = systems.solve()
-        write(path, update.parameters)
+            with clock.stage("solve"):
+                update = systems.solve()
+        with clock.stage("write"):
+            write(path, update.parameters)
         _load(block, update)
         for task in streams:
-            task.pass_through(block, stream, device)
+            with clock.stage("forwards"):
+                task.pass_through(block, device)
+            with clock.stage("drift"):
+                task.measure(block, stream, place.first_token_read, device)
     drift = {task.name: task.drift() for task in streams if task.holdout}
-    return BlockReport(path, update.modules, plan.kept, drift, time.perf_counter() - started)
+    if place.is_last:
+        with clock.stage("drift"):
+            outcome = {
+                task.name: finish(task, student, stream, place.first_token_read) for task in streams if task.holdout
+            }
+    return BlockReport(
+        path,
+        update.modules,
+        plan.kept,
+        drift,
+        time.perf_counter() - started,
+        update.inputs,
+        clock.costs(),
+        peak_bytes(),
+        outcome,
+    )
 
 
 def _first_look(

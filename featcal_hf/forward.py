@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -202,6 +202,18 @@ def forward_inputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Forwa
     if "use_cache" in accepted:
         inputs["use_cache"] = False
     return ForwardInputs(inputs, inputs.get("attention_mask"), decoder_tokens)
+
+
+def without_loss(model: PreTrainedModel, inputs: ForwardInputs) -> ForwardInputs:
+    """The same inputs with the decoder's tokens in place of labels, so that a forward that runs to its end computes no
+    loss; as they were where the model can't say what its decoder reads.
+    """
+    decoder_inputs = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if decoder_inputs is None or "labels" not in inputs.inputs:
+        return inputs
+    kept = {name: value for name, value in inputs.inputs.items() if name != "labels"}
+    kept.setdefault("decoder_input_ids", decoder_inputs(labels=inputs.inputs["labels"]))
+    return replace(inputs, inputs=kept)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from featcal_hf.moments import InputFeatures, TaskInput
+from featcal_hf.moments import InputFeatures, TaskInput, frobenius
+from featcal_hf.spectrum import Spectrum, lower_frobenius, spectrum
 
 
 class Ridge(Protocol):
@@ -31,8 +32,8 @@ class Ridge(Protocol):
         """Let the task's moments go."""
         ...
 
-    def factor(self, lambda_: float) -> bool:
-        """Cholesky factor with the ridge λ; float64 where float32 is not enough; False where neither is."""
+    def factor(self, lambda_: float) -> Spectrum | None:
+        """Cholesky factor with the ridge λ; float64 where float32 is not enough; None where neither is."""
         ...
 
     def step(self, name: str) -> Tensor:
@@ -66,10 +67,11 @@ class WidthRidge:
         """See `Ridge.end_task`."""
         self._task = None
 
-    def factor(self, lambda_: float) -> bool:
+    def factor(self, lambda_: float) -> Spectrum | None:
         """See `Ridge.factor`."""
+        size = lower_frobenius(self._matrix)
         self._matrix, positive = _cholesky(self._matrix, lambda_)
-        return positive
+        return spectrum(self._matrix, lambda_, size) if positive else None
 
     def step(self, name: str) -> Tensor:
         """See `Ridge.step`."""
@@ -110,12 +112,15 @@ class TokenRidge:
         """See `Ridge.end_task`."""
         self._task = None
 
-    def factor(self, lambda_: float) -> bool:
+    def factor(self, lambda_: float) -> Spectrum | None:
         """See `Ridge.factor`."""
         self._rows = torch.cat([student.float() * roots for student, roots in self._features])
         self._features = []
-        self._matrix, positive = _cholesky(self._rows @ self._rows.T, lambda_)
-        return positive
+        matrix = self._rows @ self._rows.T
+        size = frobenius(matrix)
+        self._matrix, positive = _cholesky(matrix, lambda_)
+        # Fewer tokens than inputs: directions that no token has are left, in which only the ridge is.
+        return spectrum(self._matrix, lambda_, size, smallest=lambda_) if positive else None
 
     def step(self, name: str) -> Tensor:
         """See `Ridge.step`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from featcal_hf.errors import SolveError
 from featcal_hf.moments import NormMoments, TaskInput, frobenius
 from featcal_hf.ridge import Ridge, TokenRidge, WidthRidge
+from featcal_hf.spectrum import Spectrum
 
 EPSILON = 1e-8
 ADAPTIVE_RIDGE = 0.1
@@ -129,18 +130,20 @@ class InputSystem:
         self._task = None
         self._ridge.end_task()
 
-    def factor(self, where: str) -> None:
-        """Cholesky factor of Σ ω_i G_i + (λ+ε) I; float64 where float32 is not enough.
+    def factor(self, where: str) -> Spectrum:
+        """Cholesky factor of Σ ω_i G_i + (λ+ε) I; float64 where float32 is not enough. What its spectrum is like.
 
         Raises:
             SolveError: not positive definite in float64 either; `where` names the modules.
         """
-        if not self._ridge.factor(self.lambda_ + EPSILON):
+        shape = self._ridge.factor(self.lambda_ + EPSILON)
+        if shape is None:
             raise SolveError(
                 f"{where}: the regularised Gram ({self.width} x {self.width}, lambda {self.lambda_:.3g}, "
                 f"{self.tokens:.0f} tokens) is not positive definite, even in float64; raise featcal.lambda or "
                 "give the tasks more samples."
             )
+        return shape
 
     def solve(self, name: str, merged: Linear, base: Linear | None) -> Linear:
         """W* and b* of one module in float32, after `factor`. Frees its right-hand side."""

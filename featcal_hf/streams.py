@@ -19,8 +19,10 @@ from featcal_hf.forward import (
     forward_inputs,
     run_block,
     run_block_watched,
+    without_loss,
 )
 from featcal_hf.models import BlockModel
+from featcal_hf.stages import StageClock
 from featcal_hf.systems import BlockPlan, TaskMoments
 from featcal_hf.tokens import own_mask
 
@@ -117,17 +119,27 @@ class TaskStreams:
         expert_block: nn.Module,
         stream: str,
         device: torch.device,
+        clock: StageClock,
     ) -> TaskMoments:
         """Run the task's tokens through the student's block as it stands and through the expert's block."""
         self.before, self.after = DriftMeter(), DriftMeter()
         own, encoder = self.most_tokens(stream, device)
         moments = TaskMoments(plan, expert_block, own, encoder, device)
         for pair in self.calibration:
-            student_run = run_block_watched(block, _call(pair.student, device), plan.watched)
-            expert_run = run_block_watched(expert_block, _call(pair.expert, device), plan.watched)
-            pair.expert_output = _at_home(pair.expert, expert_run.output)
-            mask = own_mask(stream, pair.inputs)
-            moments.add(student_run, expert_run, block, mask, pair.inputs.tokens)
+            with clock.stage("forwards"):
+                student_run = run_block_watched(block, _call(pair.student, device), plan.watched)
+                expert_run = run_block_watched(expert_block, _call(pair.expert, device), plan.watched)
+                pair.expert_output = _at_home(pair.expert, expert_run.output)
+            with clock.stage("moments"):
+                mask = own_mask(stream, pair.inputs)
+                moments.add(student_run, expert_run, block, mask, pair.inputs.tokens)
+        with clock.stage("drift"):
+            self._measure_before(plan.first_token_read, block, expert_block, stream, device)
+        return moments
+
+    def _measure_before(
+        self, first_token_read: bool, block: nn.Module, expert_block: nn.Module, stream: str, device: torch.device
+    ) -> None:
         for pair in self.holdout:
             if pair.merged is None:
                 continue
@@ -139,10 +151,10 @@ class TaskStreams:
                 first_tensor(expert_output),
                 first_tensor(run_block(block, expert_call.cast(first_tensor(merged_output).dtype))),
                 own_mask(stream, pair.inputs),
+                first_token_read,
             )
             pair.expert_output = _at_home(pair.expert, expert_output)
             pair.merged_output = _at_home(pair.merged, merged_output)
-        return moments
 
     def most_tokens(self, stream: str, device: torch.device) -> tuple[int, int]:
         """Tokens of the task at most: the block's own, and those that its cross-attention reads."""
@@ -155,10 +167,13 @@ class TaskStreams:
             encoder += max(others, default=0) if encoder_mask is None else int(encoder_mask.sum())
         return own, encoder
 
-    def pass_through(self, block: nn.Module, stream: str, device: torch.device) -> None:
+    def pass_through(self, block: nn.Module, device: torch.device) -> None:
         """Run the student's tokens through the new block."""
         for pair in self.pairs():
             pair.student_output = _at_home(pair.student, run_block(block, _call(pair.student, device)))
+
+    def measure(self, block: nn.Module, stream: str, first_token_read: bool, device: torch.device) -> None:
+        """Measure the drift of the new block's output on the held-out rows."""
         for pair in self.holdout:
             self.after.add(
                 first_tensor(pair.student_output).to(device),
@@ -167,6 +182,7 @@ class TaskStreams:
                     run_block(block, _call(pair.expert, device).cast(first_tensor(pair.student_output).dtype))
                 ),
                 own_mask(stream, pair.inputs),
+                first_token_read,
             )
 
     def resume_students(self) -> None:
@@ -198,6 +214,9 @@ def _pair(
 ) -> Pair:
     student_inputs = forward_inputs(student.module, batch[0])
     expert_inputs = forward_inputs(expert.module, batch[1])
+    if held_out:
+        student_inputs = without_loss(student.module, student_inputs)
+        expert_inputs = without_loss(expert.module, expert_inputs)
     return Pair(
         student_inputs,
         ParkedForward(student.module, student_inputs.inputs),

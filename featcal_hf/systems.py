@@ -241,11 +241,31 @@ class ModuleUpdate:
 
 
 @dataclass
+class InputUpdate:
+    """What was solved over: one input of the block.
+
+    Attributes:
+        modules: paths of the linear modules that read it.
+        width: d_in.
+        tokens: weighted tokens seen, all tasks together.
+        condition: condition number of the regularised Gram, estimated from below; see `Spectrum`.
+        dominance: share of the Gram's norm in its largest direction.
+    """
+
+    modules: list[str]
+    width: int
+    tokens: float
+    condition: float
+    dominance: float
+
+
+@dataclass
 class BlockUpdate:
-    """New parameters of a block, by their name in it, and what happened to each module."""
+    """New parameters of a block, by their name in it, and what happened to each module and input."""
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
     modules: list[ModuleUpdate] = field(default_factory=list)
+    inputs: list[InputUpdate] = field(default_factory=list)
 
 
 class BlockSystems:
@@ -309,7 +329,10 @@ class BlockSystems:
             system = self._inputs.pop(group)
             where = f"{self.path}.{'/'.join(group.names)}"
             lambda_ = system.lambda_
-            system.factor(where)
+            shape = system.factor(where)
+            update.inputs.append(
+                InputUpdate(list(group.names), group.width, system.tokens, shape.condition, shape.dominance)
+            )
             for name in group.names:
                 module = self.merged.get_submodule(name)
                 merged, base = self._linears(name)

@@ -54,6 +54,7 @@ from featcal_hf.modules import norms_of
 from featcal_hf.recipe import read_recipe
 from featcal_hf.run import Prepared, RunReport, calibrate_prepared
 from featcal_hf.systems import BlockPlan, plan_block, watched_names
+from featcal_hf.tokens import pooled_blocks
 
 CPU = torch.device("cpu")
 MERGE_WEIGHT = 0.3
@@ -213,6 +214,13 @@ def counted(family: Family, path: str, batch: dict[str, Tensor]) -> Tensor | sli
     return batch[name].ne(-100) if name == "labels" else batch[name].bool()
 
 
+def read_further_on(run: Run, path: str, batch: dict[str, Tensor]) -> Tensor | slice | tuple[slice, int]:
+    """The tokens of a block whose drift matters: those that count, or the one that the model reads."""
+    module = run.prepared.models.student.module
+    pooled = pooled_blocks(module, list(find_blocks(module)), "auto")
+    return (slice(None), 0) if path in pooled else counted(run.family, path, batch)
+
+
 @ALL
 @torch.no_grad()
 def test_a_forward_parked_at_every_block_gives_the_bits_of_a_plain_one(runs: Runs, name: str) -> None:
@@ -285,7 +293,7 @@ def test_drift_on_held_out_rows_falls_at_every_block_and_is_what_the_saved_model
             for model in (merged, calibrated):
                 errors = [
                     (output[block.path].float() - target[block.path].float())
-                    .norm(dim=-1)[counted(run.family, block.path, batch)]
+                    .norm(dim=-1)[read_further_on(run, block.path, batch)]
                     .flatten()
                     for output, target, batch in zip(block_outputs(model, batches), targets, batches, strict=True)
                 ]
@@ -293,6 +301,45 @@ def test_drift_on_held_out_rows_falls_at_every_block_and_is_what_the_saved_model
             before, after = block.drift[task]
             assert [before.drift, after.drift] == pytest.approx(measured, rel=1e-4), block.path
             assert after.drift < 0.97 * before.drift, (task, block.path)
+
+
+@ALL
+@torch.no_grad()
+def test_output_drift_is_what_the_saved_models_show(runs: Runs, name: str) -> None:
+    run = runs(name)
+    outcomes = run.report.blocks[-1].outcome
+    assert list(outcomes) == list(TASKS)
+    for task, data in zip(TASKS, run.prepared.data, strict=True):
+        expert, *ours = (loaded(run, label) for label in (task, "merged", "calibrated"))
+        logits = [
+            [outputs_of(run, model, batch) for batch in (held.student for held in data.holdout)]
+            for model in (expert, *ours)
+        ]
+        found = outcomes[task]
+        if logits[0][0] is None:
+            assert found.output is None
+            assert found.no_output == f"{type(expert).__name__} has no logits"
+            continue
+        assert found.output is not None, found.no_output
+        target, *students = (torch.cat(rows).float() for rows in logits)
+        assert found.output.predictions == len(target)
+        for student, change in zip(students, (found.output.before, found.output.after), strict=True):
+            log_p, log_q = target.log_softmax(-1), student.log_softmax(-1)
+            expected = [
+                float((student - target).norm(dim=-1).mean()),
+                float((log_p.exp() * (log_p - log_q)).sum(-1).mean()),
+                float((student.argmax(-1) == target.argmax(-1)).float().mean()),
+            ]
+            assert [change.logit_l2, change.kl] == pytest.approx(expected[:2], rel=2e-3, abs=1e-6)
+            assert change.agreement == pytest.approx(expected[2], abs=2e-2)
+
+
+def outputs_of(run: Run, model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor | None:
+    """The logits that count of a plain forward, one row for each token or sample; None for a model without logits."""
+    logits = getattr(model(**forward_inputs(model, batch).inputs), "logits", None)
+    if logits is None or logits.dim() == 2:
+        return logits
+    return logits[counted(run.family, list(find_blocks(model))[-1], batch)]
 
 
 @ALL

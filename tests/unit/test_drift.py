@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from featcal_hf.drift import DriftMeter, read_tokens
+
+EXPERT = torch.tensor([[[3.0, 4.0], [1.0, 0.0]], [[0.0, 2.0], [5.0, 5.0]]])
+STUDENT = torch.tensor([[[3.0, 4.0], [0.0, 1.0]], [[0.0, 1.0], [7.0, 7.0]]])
+LOCAL = torch.tensor([[[3.0, 0.0], [1.0, 1.0]], [[0.0, 1.0], [0.0, 0.0]]])
+MASK = torch.tensor([[1, 1], [1, 0]])
+
+
+def test_drift_is_the_mean_over_tokens_that_count() -> None:
+    meter = DriftMeter()
+    meter.add(STUDENT, EXPERT, LOCAL, MASK)
+    drift = meter.mean()
+
+    assert drift.drift == pytest.approx((0 + 2**0.5 + 1) / 3)
+    assert drift.relative == pytest.approx((0 + 2**0.5 / 1 + 1 / 2) / 3)
+    assert drift.mismatch == pytest.approx((4 + 1 + 1) / 3)
+    assert drift.propagation == pytest.approx((4 + 1 + 0) / 3)
+    assert drift.relative_mismatch == pytest.approx((4 / 5 + 1 + 1 / 2) / 3)
+    assert drift.relative_propagation == pytest.approx((4 / 5 + 1 + 0) / 3)
+    assert drift.cosine == pytest.approx((1 + 0 + 1) / 3)
+
+
+def test_a_samples_cosine_is_the_mean_of_its_tokens_and_the_spread_is_over_samples() -> None:
+    meter = DriftMeter()
+    meter.add(STUDENT, EXPERT, LOCAL, MASK)
+
+    assert meter.cosines == pytest.approx([0.5, 1.0])
+    assert meter.mean().cosine_spread == pytest.approx(0.25)
+
+
+def test_batches_add_up_as_if_they_were_one() -> None:
+    one, two = DriftMeter(), DriftMeter()
+    one.add(STUDENT, EXPERT, LOCAL, MASK)
+    for row in range(2):
+        part = slice(row, row + 1)
+        two.add(STUDENT[part], EXPERT[part], LOCAL[part], MASK[part])
+
+    assert two.mean() == one.mean()
+
+
+def test_where_the_first_token_is_read_no_other_counts() -> None:
+    meter = DriftMeter()
+    meter.add(STUDENT, EXPERT, LOCAL, None, first_token_read=True)
+
+    assert meter.mean().drift == pytest.approx((0 + 1) / 2)
+    assert read_tokens(EXPERT, MASK, True).tolist() == [[True, False], [True, False]]
+    assert read_tokens(EXPERT, None, False).all()
