@@ -31,7 +31,13 @@ ENTRY = re.compile(r"^(\w[\w, ]*): ", re.MULTILINE)
 INSIDE = {
     "BlockReport": "calibrate",
     "ModuleUpdate": "systems",
+    "InputUpdate": "systems",
     "Drift": "drift",
+    "TaskOutcome": "outcome",
+    "FeatureView": "outcome",
+    "OutputChange": "outcome",
+    "OutputDistance": "outcome",
+    "StageCost": "stages",
     "Line": "eval_report",
     "Step": "calibrate",
 }

@@ -64,7 +64,13 @@ class OutputDistance:
 
 @dataclass(frozen=True)
 class OutputChange:
-    """Output drift of the merged and of the calibrated model over `predictions` tokens or rows."""
+    """Output drift of a task.
+
+    Attributes:
+        before: of the merged model.
+        after: of the calibrated model.
+        predictions: tokens, or rows of a classifier, that the means are over.
+    """
 
     before: OutputDistance
     after: OutputDistance
