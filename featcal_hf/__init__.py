@@ -1,6 +1,7 @@
 """FeatCal for the Hugging Face workflow: repair a merged model's features, block by block, in closed form."""
 
-from featcal_hf.errors import CheckpointError, DataError, FeatCalError, RecipeError, SolveError
+from featcal_hf.card import CardReport, write_card
+from featcal_hf.errors import CardError, CheckpointError, DataError, FeatCalError, RecipeError, SolveError
 from featcal_hf.eval_report import EvalReport
 from featcal_hf.evaluation import evaluate
 from featcal_hf.in_memory import CalibrationReport, calibrate_model
@@ -12,6 +13,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CalibrationReport",
+    "CardError",
+    "CardReport",
     "CheckpointError",
     "DataError",
     "EvalReport",
@@ -26,4 +29,5 @@ __all__ = [
     "calibrate_model",
     "evaluate",
     "merge",
+    "write_card",
 ]

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from featcal_hf.errors import CheckpointError, listed
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
-SIDE_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+SIDE_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "README.md"]
 SCAN_NUMBERS = 2**22
 DTYPES = {
     "F64": torch.float64,

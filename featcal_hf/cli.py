@@ -10,6 +10,7 @@ from rich.console import Console
 
 from featcal_hf import __version__
 from featcal_hf.commands.calibrate import calibrate_command, check_command
+from featcal_hf.commands.card import card_command
 from featcal_hf.commands.demo import demo_command
 from featcal_hf.commands.evaluate import eval_command
 from featcal_hf.commands.merge import merge_command
@@ -32,7 +33,7 @@ class DefaultToCalibrate(click.Group):
 
 @click.group(
     cls=DefaultToCalibrate,
-    commands=[calibrate_command, check_command, eval_command, merge_command, demo_command],
+    commands=[calibrate_command, check_command, eval_command, merge_command, card_command, demo_command],
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, prog_name="featcal-hf")

@@ -31,6 +31,14 @@ class SolveError(FeatCalError):
     """A module's ridge regression has no finite solution."""
 
 
+class CardError(FeatCalError):
+    """A model card can't be written, or says what the Hub would refuse or nobody should read."""
+
+
+class HubError(FeatCalError):
+    """A model can't be pushed to the Hub; the folder is as it was, and what was uploaded is not uploaded again."""
+
+
 def listed(names: Iterable[object], like: str = "") -> str:
     """Names for a message: the first few, or those most `like` what was given, and how many more there are."""
     known = [str(name) for name in names]

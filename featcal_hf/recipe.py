@@ -15,6 +15,7 @@ from featcal_hf.errors import listed
 from featcal_hf.recipe_form import form_of, key_of
 from featcal_hf.recipe_merge import Merge, parse_reference, read_merge, read_reference
 from featcal_hf.recipe_section import (
+    CardSpec,
     DatasetSpec,
     EvalSpec,
     Harness,
@@ -26,7 +27,17 @@ from featcal_hf.recipe_section import (
 )
 from featcal_hf.recipe_yaml import Document, Location, read_document, shown
 
-__all__ = ["DatasetSpec", "EvalSpec", "Recipe", "Sampling", "Settings", "Task", "parse_reference", "read_recipe"]
+__all__ = [
+    "CardSpec",
+    "DatasetSpec",
+    "EvalSpec",
+    "Recipe",
+    "Sampling",
+    "Settings",
+    "Task",
+    "parse_reference",
+    "read_recipe",
+]
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -45,6 +56,7 @@ class Recipe:
         tasks: at least one for each expert, in the recipe's order.
         depth: how many blocks the recipe's slices cover; None where it takes whole models.
         harness: what `featcal-hf eval` runs of EleutherAI's harness.
+        card: what the model card is to say.
     """
 
     path: Path
@@ -56,6 +68,7 @@ class Recipe:
     tasks: tuple[Task, ...]
     depth: int | None
     harness: Harness
+    card: CardSpec
 
 
 def read_recipe(path: str | Path) -> Recipe:
@@ -72,6 +85,7 @@ def read_recipe(path: str | Path) -> Recipe:
     settings = _validated(document, ("featcal",), Settings, _part(section, Settings))
     sampling = _validated(document, ("featcal",), Sampling, _part(section, Sampling))
     harness = _validated(document, ("featcal",), Harness, _part(section, Harness))
+    card = _validated(document, ("featcal",), CardSpec, _part(section, CardSpec))
     base = merge.base
     if section.get("base_model") is not None:
         base = read_reference(document, ("featcal", "base_model"))
@@ -88,6 +102,7 @@ def read_recipe(path: str | Path) -> Recipe:
         tasks=tasks,
         depth=merge.depth,
         harness=harness,
+        card=card,
     )
 
 

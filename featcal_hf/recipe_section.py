@@ -6,6 +6,7 @@ values are made from these, so that each text stands here alone.
 
 from __future__ import annotations
 
+import difflib
 import re
 import string
 from typing import Annotated, Any, Literal
@@ -14,6 +15,7 @@ from mergekit.common import ModelReference
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from featcal_hf.errors import RecipeError
+from featcal_hf.licenses import KNOWN
 from featcal_hf.recipe_form import Form
 
 _STRICT = ConfigDict(
@@ -78,6 +80,20 @@ def _blank(text: str) -> str:
     return text
 
 
+def _license(text: str) -> str:
+    if text not in KNOWN:
+        close = difflib.get_close_matches(text.lower(), sorted(KNOWN), n=1)
+        raise ValueError(f"which the Hub doesn't know{f' (did you mean {close[0]!r}?)' if close else ''}")
+    return text
+
+
+def _one_or_more(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+_License = Annotated[str, AfterValidator(_license)]
+_Language = Annotated[str, Field(pattern=r"\A([a-z]{2,3}(-[A-Za-z0-9]+)*|code|multilingual)\z")]
+_Languages = Annotated[list[_Language], BeforeValidator(_one_or_more), Field(min_length=1)]
 _Named = Annotated[list[_Column], Field(min_length=2)]
 _Templates = Annotated[list[Annotated[str, AfterValidator(_blank)]], Field(min_length=1)]
 
@@ -216,6 +232,45 @@ class EvalSpec(BaseModel):
         return self
 
 
+class CardSpec(BaseModel):
+    """What the model card says that can't be found out from the models.
+
+    Raises:
+        ValidationError: a value has the wrong type, or a licence is unknown, or `other` without a name and a link.
+    """
+
+    model_config = _STRICT
+
+    name: Annotated[str | None, Form("the model's name, on one line", "the folder's or the repository's")] = Field(
+        default=None, pattern=r"\A[^\r\n]*\S[^\r\n]*\z", description="the model's name in its card"
+    )
+    license: Annotated[
+        _License | None,
+        Form(
+            "a licence's id on the Hub, such as apache-2.0 or llama3.2, or other", "the parents', if it is one and free"
+        ),
+    ] = Field(default=None, description="the licence in the model's card")
+    license_name: Annotated[str | None, Form("the name of the licence, as text")] = Field(
+        default=None, min_length=1, description="what `license: other` is called"
+    )
+    license_link: Annotated[str | None, Form("the address of the licence, as text")] = Field(
+        default=None, min_length=1, description="where `license: other` is to be read"
+    )
+    language: Annotated[
+        _Languages | None,
+        Form('a language\'s ISO 639 code as text ("no" in quotes), or a list of them', "the parents'"),
+    ] = Field(default=None, description="the languages in the model's card")
+
+    @model_validator(mode="after")
+    def _other_licence_is_named(self) -> CardSpec:
+        named = self.license_name is not None and self.license_link is not None
+        if self.license == "other" and not named:
+            raise ValueError("has the license 'other' without its name and link; add license_name and license_link.")
+        if self.license != "other" and (self.license_name or self.license_link):
+            raise ValueError("has a license_name or license_link, which go with `license: other`; add that.")
+        return self
+
+
 class Harness(BaseModel):
     """What `featcal-hf eval` runs beside the tasks' own metrics.
 
@@ -333,7 +388,7 @@ class Task(Sampling):
         return self
 
 
-class Section(Harness, Sampling, Settings):
+class Section(CardSpec, Harness, Sampling, Settings):
     """All keys of the section; read part by part, so that an error points at its place in the file."""
 
     base_model: Annotated[str | None, Form("a model as text: a path or a Hub id", "the merge's")] = Field(

@@ -6,7 +6,7 @@ import errno
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from featcal_hf.calibrate import BlockReport, OnStep, calibrate_blocks
+from featcal_hf.card import CardReport, write_card
 from featcal_hf.checkpoint import check_finite
 from featcal_hf.compare import Models, open_models, streamed_of
 from featcal_hf.data import TaskData, load_task
 from featcal_hf.errors import CheckpointError
 from featcal_hf.mapping import check_mapping, locate_dataset
 from featcal_hf.modules import linear_names, norms_of
+from featcal_hf.parents import Parent, describe_parents
 from featcal_hf.plan import Plan, make_plan
 from featcal_hf.recipe import Recipe, Settings, Task, read_recipe
 from featcal_hf.save import (
@@ -55,6 +57,7 @@ class Prepared:
     models: Models
     data: list[TaskData]
     output: Path | None = None
+    random_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,9 @@ class RunReport:
         data: task -> rows used.
         blocks: one report for each block, in forward order.
         seconds: of the whole run.
+        parents: what the merge is made of, for its card.
+        random_seed: given in place of the tasks' own.
+        card: what became of the model card; None without one.
     """
 
     recipe: Recipe
@@ -76,6 +82,9 @@ class RunReport:
     data: dict[str, dict[str, Any]]
     blocks: list[BlockReport]
     seconds: float
+    parents: list[Parent]
+    random_seed: int | None
+    card: CardReport | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-able values."""
@@ -84,6 +93,9 @@ class RunReport:
             "merge_method": self.recipe.merge.merge_method,
             "recipe": self.recipe.source,
             "models": self.models,
+            "parents": [parent.as_dict() for parent in self.parents],
+            "card": self.recipe.card.model_dump(),
+            "random_seed": self.random_seed,
             "tasks": self.data,
             "versions": {
                 name: version(name) for name in ("featcal_hf", "torch", "transformers", "mergekit", "datasets")
@@ -136,7 +148,7 @@ def prepare(
         check_finite(model.checkpoint, label)
     for label, adapter in models.adapters().items():
         check_finite(adapter.checkpoint, label)
-    return Prepared(read, settings, models, data, None if output is None else Path(output))
+    return Prepared(read, settings, models, data, None if output is None else Path(output), random_seed)
 
 
 def _refuse_an_input(models: Models) -> None:
@@ -175,6 +187,7 @@ def calibrate(
     trust_remote_code: bool = False,
     random_seed: int | None = None,
     mapping: Mapping[str, str] | None = None,
+    write_model_card: bool = True,
     on_stage: OnStage = lambda stage: None,
     on_prepared: Callable[[Prepared], None] = lambda prepared: None,
     on_step: OnStep = lambda step: None,
@@ -191,6 +204,7 @@ def calibrate(
         random_seed: replaces every task's `seed`.
         mapping: ids of models and datasets in the recipe -> local paths to read instead; `id@revision` is one
             revision, `id:name` one configuration of a dataset. The report keeps the ids.
+        write_model_card: write the model card as README.md once the weights are there; see `write_card`.
         on_stage: called with the name of each stage of preparation.
         on_prepared: called once everything has been checked.
         on_step: called before each step, see `Step`.
@@ -202,7 +216,8 @@ def calibrate(
         RecipeError: the recipe can't be read, or asks for what can't be done.
         CheckpointError: a model is missing, incomplete, damaged or doesn't fit; the disk is full.
         DataError: a task's examples can't be read or turned into inputs.
-        SolveError: a module has no finite solution. In every case the merged model is as it was.
+        SolveError: a module has no finite solution. In all these cases the merged model is as it was.
+        CardError: the model is calibrated, but its card can't be written.
     """
     started = time.perf_counter()
     if Path(model_dir).is_dir():
@@ -218,9 +233,12 @@ def calibrate(
         on_stage=on_stage,
     )
     on_prepared(prepared)
-    return calibrate_prepared(
+    report = calibrate_prepared(
         prepared, Path(output) if output is not None else None, torch.device(device), on_step, started
     )
+    if not write_model_card:
+        return report
+    return replace(report, card=write_card(output if output is not None else model_dir))
 
 
 def calibrate_prepared(
@@ -368,4 +386,6 @@ def _report(prepared: Prepared, blocks: list[BlockReport], seconds: float) -> Ru
         },
         blocks,
         seconds,
+        describe_parents(prepared.recipe, prepared.models),
+        prepared.random_seed,
     )

@@ -13,6 +13,7 @@ from featcal_hf.commands.options import (
     leave_warnings_to_the_plan,
     open_console,
     options,
+    show_notes,
     stages,
     usable_device,
 )
@@ -23,7 +24,17 @@ from featcal_hf.summary import show_plan, show_result
 
 
 @click.command("calibrate")
-@options([*MODEL, *COMPUTING])
+@options(
+    [
+        *MODEL,
+        click.option(
+            "--write-model-card/--no-write-model-card",
+            default=True,
+            help="Write README.md, the model card, at the end.",
+        ),
+        *COMPUTING,
+    ]
+)
 def calibrate_command(
     recipe: Path,
     model_dir: Path,
@@ -34,6 +45,7 @@ def calibrate_command(
     random_seed: int | None,
     verbosity: int,
     quiet: bool,
+    write_model_card: bool,
     device: str | None,
     cuda: bool,
     num_threads: int | None,
@@ -59,12 +71,14 @@ def calibrate_command(
             trust_remote_code=trust_remote_code,
             random_seed=random_seed,
             mapping=read_mapping(mapped),
+            write_model_card=write_model_card,
             on_stage=stages(console, quiet),
             on_prepared=show,
             on_step=on_step,
         )
     if not quiet:
         show_result(console, report)
+        show_notes(console, report.card.notes if report.card is not None else [])
         console.print(f"Wrote {output or model_dir}", highlight=False, soft_wrap=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,12 @@ def stages(console: Console, quiet: bool) -> Callable[[str], None]:
             console.print(f"{stage} ...", highlight=False, soft_wrap=True)
 
     return show
+
+
+def show_notes(console: Console, notes: Iterable[str]) -> None:
+    """Print what a person should know or decide, a line each."""
+    for note in notes:
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
 
 
 def usable_device(device: str | None, cuda: bool) -> str:

@@ -133,7 +133,11 @@ def test_output_gets_every_side_file_and_leaves_the_merged_folder_alone(
     assert contents(merge.merged) == before
     after = contents(output)
     assert set(after) == {*before, "featcal.json"} - {"pytorch_model.bin"}
-    assert {name for name in after if before.get(name) != after[name]} == {"model.safetensors", "featcal.json"}
+    assert {name for name in after if before.get(name) != after[name]} == {
+        "model.safetensors",
+        "featcal.json",
+        "README.md",
+    }
     assert equal_states(loaded_state(output), loaded_state(calibrated.merged))
 
 

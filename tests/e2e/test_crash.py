@@ -75,7 +75,7 @@ class Replay:
 
 
 def weight_files(folder: Path) -> dict[str, str]:
-    return {name: digest for name, digest in contents(folder).items() if name != "featcal.json"}
+    return {name: digest for name, digest in contents(folder).items() if name not in ("featcal.json", "README.md")}
 
 
 def test_a_kill_at_any_change_to_the_folder_leaves_a_whole_model_that_the_same_command_calibrates(

@@ -460,7 +460,7 @@ def test_slices_without_one_counterpart_are_refused(read: Read, old: str, new: s
             "alpha: 0.15",
             "alhpa: 0.15",
             "8:3: featcal.alhpa is not a known key; did you mean 'alpha'? The known keys are alpha, "
-            "scale, max_length, lambda, samples, lm_eval, ... 9 more.",
+            "scale, max_length, lambda, samples, lm_eval, ... 14 more.",
         ),
         (
             "dtype: bfloat16",

@@ -1,0 +1,242 @@
+"""The model card of a calibrated folder: rendered from what the folder says of itself, never over a person's own."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from mergekit import merge_methods
+from mergekit.card import method_md
+
+from featcal_hf.card_facts import Folder, read_folder
+from featcal_hf.card_metadata import License, build_metadata, check_card, decide_license, eval_results, unknown_license
+from featcal_hf.card_usage import code_of, usage_of
+from featcal_hf.errors import CardError
+from featcal_hf.parents import CARD, Parent
+from featcal_hf.readme import filled, is_mergekits, is_ours, kept_blocks, metadata_of, model_id_of, place
+from featcal_hf.save import write_text
+
+BESIDE = "featcal_card.md"
+"""Where the card goes where a person wrote README.md."""
+_PACKAGES = ("featcal_hf", "mergekit", "torch", "transformers", "datasets")
+_BY_MERGEKIT = {"text-generation", "text-classification"}
+"""Tasks whose models mergekit-yaml merges; `featcal-hf merge` is there for the others."""
+
+
+@dataclass(frozen=True)
+class CardReport:
+    """What became of a card.
+
+    Attributes:
+        path: the file written.
+        notes: what a person should know or decide.
+    """
+
+    path: Path
+    notes: list[str]
+
+
+def write_card(
+    model_dir: str | Path, *, template: str | Path | None = None, name: str | None = None, repo_id: str | None = None
+) -> CardReport:
+    """Write the model card of a calibrated folder as its README.md.
+
+    mergekit's card and an earlier one of ours are replaced; what people wrote between our card's markers, the licence
+    in its metadata and the id in its example stay. A README.md that a person wrote or edited is kept, and the card
+    comes to stand beside it.
+
+    Args:
+        model_dir: the calibrated model.
+        template: a jinja2 template in place of ours.
+        name: the model's name, where the recipe gives none.
+        repo_id: its repository on the Hub, for the example.
+
+    Returns:
+        The file written, and what a person should know or decide.
+
+    Raises:
+        CardError: the folder wasn't calibrated, the template can't be rendered, or the card would be refused.
+    """
+    folder = read_folder(Path(model_dir))
+    readme = folder.path / CARD
+    before = _read(readme)
+    path = readme
+    notes = [*folder.notes]
+    if (
+        before is not None
+        and not is_ours(before)
+        and not is_mergekits(before, _read(folder.path / "mergekit_config.yml"))
+    ):
+        path = folder.path / BESIDE
+        notes.append(f"{readme} was written by a person and is kept; the card is {BESIDE} beside it")
+        before = _read(path)
+    before = before if before is not None and is_ours(before) else ""
+    license = _license(folder, before)
+    if license.question:
+        notes.append(
+            f"the card names no licence: {license.question}; decide, and add `license:` to the metadata at the top of "
+            f"{path}, or to the recipe's featcal section"
+        )
+    elif license.id is None:
+        unknown = ", ".join(parent.name for parent in unknown_license(folder.parents))
+        notes.append(f"the card names no licence, because nothing is known of {unknown}; add `license:` to name one")
+    text = render_card(folder, license, _template(template), before, name=name, repo_id=repo_id)
+    check_card(text, str(path))
+    _write(path, text)
+    return CardReport(path, notes)
+
+
+def render_card(
+    folder: Folder,
+    license: License,
+    template: str,
+    before: str = "",
+    *,
+    name: str | None = None,
+    repo_id: str | None = None,
+) -> str:
+    """A card's text.
+
+    Args:
+        folder: what it speaks of.
+        license: as decided.
+        template: jinja2; see `_context` for its names.
+        before: our card that this one replaces, if there is one.
+        name: the model's name, where the recipe gives none.
+        repo_id: its repository on the Hub.
+
+    Raises:
+        CardError: the template has an error or no place for what people wrote, or the earlier card lost a marker.
+    """
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,
+        keep_trailing_newline=True,
+    )
+    environment.filters["cell"] = lambda value: str(value).replace("|", "\\|").replace("\n", " ")
+    environment.filters["license_of"] = _license_of
+    try:
+        text = environment.from_string(template).render(_context(folder, license, before, name, repo_id))
+    except jinja2.TemplateError as error:
+        raise CardError(
+            f"the card's template can't be rendered ({error}); mend it, or leave --template out."
+        ) from error
+    return filled(re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n", kept_blocks(before))
+
+
+def default_template() -> str:
+    """The text of our template."""
+    return resources.files("featcal_hf").joinpath("card_template.md.jinja").read_text(encoding="utf-8")
+
+
+def _context(folder: Folder, license: License, before: str, name: str | None, repo_id: str | None) -> dict[str, Any]:
+    report = folder.report
+    title = report["card"]["name"] or name or (repo_id.split("/")[-1] if repo_id else folder.path.resolve().name)
+    base = folder.base
+    usage = usage_of(folder.config, chat=folder.chat, base=base.id if base else None)
+    model_id = repo_id or model_id_of(before) or f"./{folder.path.resolve().name}"
+    on_hub = list(dict.fromkeys(one.path for one in folder.data if one.on_hub))
+    results = eval_results(folder.evaluation, usage.pipeline, on_hub) if folder.evaluation else []
+    metadata = build_metadata(
+        name=title,
+        parents=folder.parents,
+        license=license,
+        languages=report["card"]["language"] or [],
+        datasets=on_hub,
+        pipeline=usage.pipeline,
+        results=results,
+    )
+    recipe = report["recipe"].rstrip()
+    return {
+        "metadata": metadata.to_yaml(),
+        "name": title,
+        "block": place,
+        "base": base,
+        "experts": [parent for parent in folder.parents if parent.role != "base"],
+        "parents": folder.parents,
+        "method": method_md(report["merge_method"]),
+        "method_url": merge_methods.get(report["merge_method"]).spec.reference_url,
+        "code": code_of(usage, model_id, base.id if base else None),
+        "results": folder.results(),
+        "drift": folder.drift(),
+        "figures": [],
+        "recipe": recipe,
+        "fence": "`" * max(3, 1 + max((len(run) for run in re.findall("`+", recipe)), default=0)),
+        "settings": report["settings"],
+        "modules": folder.modules(),
+        "blocks": len(report["blocks"]),
+        "kept": folder.kept(),
+        "data": folder.data,
+        "rows": sum(one.rows for one in folder.data),
+        "license": license,
+        "revisions": any(parent.revision for parent in folder.parents),
+        "versions": " ".join(f"{package}=={_release(report['versions'][package])}" for package in _PACKAGES),
+        "merge_command": _merge_command(folder, usage.pipeline),
+        "seed": "" if report["random_seed"] is None else f" --random-seed {report['random_seed']}",
+        "eval_flags": " --experts" if any(row["expert"] for row in folder.results()) else "",
+    }
+
+
+def _license(folder: Folder, before: str) -> License:
+    """The licence in the earlier card, which a person may have changed; else the recipe's; else what parents say."""
+    found, given = metadata_of(before), folder.report["card"]
+    source = found if found.get("license") else given
+    values = (source.get(key) for key in ("license", "license_name", "license_link"))
+    return decide_license(License(*(value if isinstance(value, str) else None for value in values)), folder.parents)
+
+
+def _license_of(parent: Parent) -> str:
+    if parent.license is None:
+        return f"unknown: {parent.card_problem or 'its card names none'}"
+    named = f"{parent.license} ({parent.license_name})" if parent.license_name else parent.license
+    return f"[{named}]({parent.license_link})" if parent.license_link else named
+
+
+def _merge_command(folder: Folder, pipeline: str) -> str:
+    if pipeline not in _BY_MERGEKIT:
+        return "featcal-hf merge"
+    return "mergekit-yaml" + (" --lora-merge-cache ./loras" if any(p.role == "adapter" for p in folder.parents) else "")
+
+
+def _release(installed: str) -> str:
+    """A version as an index has it, without the build of one machine (2.13.0+cpu)."""
+    return installed.split("+")[0]
+
+
+def _template(path: str | Path | None) -> str:
+    if path is None:
+        return default_template()
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CardError(f"--template {path} can't be read ({error}); name a text file.") from error
+
+
+def _read(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return file.read()
+    except (OSError, ValueError) as error:
+        raise CardError(
+            f"{path} can't be read ({error}); mend it or move it away, then `featcal-hf card` again."
+        ) from error
+
+
+def _write(path: Path, text: str) -> None:
+    new = path.with_name(f".{path.name}.new")
+    try:
+        write_text(new, text)
+        os.replace(new, path)
+    except OSError as error:
+        raise CardError(
+            f"{path} can't be written ({error}); the model is whole. Mend that and run `featcal-hf card {path.parent}`."
+        ) from error
