@@ -28,8 +28,7 @@ class Page:
 
     def commands(self) -> list[list[str]]:
         """The words of every command line in the page's console blocks, in order."""
-        lines = "\n".join(self.code("console", "sh")).replace("\\\n", " ").splitlines()
-        return [words for line in lines if (words := shlex.split(line, comments=True))]
+        return command_lines("\n".join(self.code("console", "sh")))
 
     def links(self) -> list[str]:
         return [match["target"] for match in LINK.finditer(self.text)]
@@ -44,6 +43,12 @@ class Page:
             slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
             anchors.add(next(name for n in range(99) if (name := f"{slug}-{n}" if n else slug) not in anchors))
         return anchors
+
+
+def command_lines(code: str) -> list[list[str]]:
+    """The words of every line, comments left out."""
+    lines = code.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def read_page(path: Path) -> Page:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from pages import PAGES, ROOT, read_page
+from pages import DOCS, PAGES, ROOT, command_lines, read_page
 from tiny_merge import Merge, Outcome, run_mergekit
 from transformers import LlamaForCausalLM
 
 Featcal = Callable[..., Outcome]
-NOT_RUN = {"make", "pip", "git", "python", ".venv/bin/pre-commit"}
-"""Programs that install, train for minutes or are no part of the product; that they exist is tested elsewhere."""
-LONG = {"demo", "push"}
+NOT_RUN = {"make", "pip", "python", "demo"}
+"""What installs or trains for minutes; that it exists is tested elsewhere."""
 
 with_code = pytest.mark.parametrize(
     "path",
@@ -28,46 +27,64 @@ with_code = pytest.mark.parametrize(
 
 @pytest.fixture
 def place(merge: Merge, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which recipe.yml and ./merged are there, and their data has enough rows to evaluate on."""
+    """The working folder: recipe.yml and ./merged are there, as the pages name them."""
     monkeypatch.chdir(merge.root)
     shutil.copytree(merge.merged, merge.root / "fresh")
     return merge.root
 
 
-def run(words: list[str], place: Path, featcal: Featcal) -> None:
-    """One command line; where it calibrates in place, on a fresh merge."""
-    if words[0] == "mergekit-yaml" or (words[0] == "featcal-hf" and words[1] == "merge"):
-        shutil.rmtree(place / words[-1], ignore_errors=True)
-    if words[0] == "mergekit-yaml":
+def start_afresh(place: Path, *, output: bool) -> None:
+    """A merged folder that isn't calibrated yet, and the way free for what is written."""
+    shutil.rmtree(place / "merged", ignore_errors=True)
+    shutil.copytree(place / "fresh", place / "merged")
+    if output:
+        shutil.rmtree(place / "calibrated", ignore_errors=True)
+
+
+def run_line(words: list[str], place: Path, featcal: Featcal) -> None:
+    name = words[1] if words[0] == "featcal-hf" else words[0]
+    if name in NOT_RUN:
+        return
+    if name in ("mergekit-yaml", "merge"):
+        shutil.rmtree(place / "merged")
+    elif name in ("calibrate", "check", "recipe.yml"):
+        start_afresh(place, output="--output" in words)
+    if name == "mergekit-yaml":
         run_mergekit(Path(words[1]), Path(words[2]))
     else:
-        if words[1] in ("calibrate", "check", "recipe.yml"):
-            shutil.rmtree(place / "merged")
-            shutil.copytree(place / "fresh", place / "merged")
-            shutil.rmtree(place / "calibrated", ignore_errors=True)
         outcome = featcal(*words[1:])
         assert outcome.code == 0, (words, outcome)
 
 
-@with_code
-def test_the_commands_of_a_page_run_in_their_order(path: Path, place: Path, featcal: Featcal) -> None:
-    for words in read_page(path).commands():
-        if words[0] not in NOT_RUN and not LONG & set(words[1:2]):
-            run(words, place, featcal)
-
-
-@with_code
-def test_the_python_of_a_page_runs_in_its_order(path: Path, place: Path) -> None:
-    experts = [LlamaForCausalLM.from_pretrained(place / name) for name in ("a", "b")]
+def names_of_snippets(place: Path) -> dict[str, object]:
+    """What the snippets for models in memory say they begin with."""
     tokens = torch.randint(2, 20, (4, 8), generator=torch.Generator().manual_seed(0))
-    names = {
-        "merged": LlamaForCausalLM.from_pretrained(place / "merged"),
-        "base": LlamaForCausalLM.from_pretrained(place / "base"),
-        "math_model": experts[0],
-        "code_model": experts[1],
-        "ids": tokens,
-        "mask": torch.ones_like(tokens),
-    }
-    with contextlib.redirect_stdout(io.StringIO()):
-        for code in read_page(path).code("python"):
+    folders = {"merged": "fresh", "base": "base", "math_model": "a", "code_model": "b"}
+    models = {name: LlamaForCausalLM.from_pretrained(place / folder) for name, folder in folders.items()}
+    return models | {"ids": tokens, "mask": torch.ones_like(tokens)}
+
+
+@with_code
+def test_the_code_of_a_page_runs_in_its_order(path: Path, place: Path, featcal: Featcal) -> None:
+    names = names_of_snippets(place)
+    for language, code in read_page(path).blocks:
+        if language == "console":
+            for words in command_lines(code):
+                run_line(words, place, featcal)
+        elif language == "python":
+            if "featcal_hf.calibrate(" in code:
+                start_afresh(place, output=True)
             exec(compile(code, str(path), "exec"), names)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((DOCS / "calibrate.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    names: dict[str, object] = {}
+    for cell in code:
+        exec(compile(cell, "calibrate.ipynb", "exec"), names)
+    shares = re.findall(r"gap recovered (-?\d+)%", capsys.readouterr().out)
+    assert len(shares) == 3
+    assert all(int(share) > 0 for share in shares)
