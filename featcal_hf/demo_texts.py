@@ -1,4 +1,4 @@
-"""Three kinds of real text that come with every CPython, and a tokenizer: code, prose and names for the demo.
+"""Three kinds of real text that come with every CPython, and a tokenizer: code, prose and names for the demos.
 
 Documents (a module's code, its docstrings, a topic of `help()`, a range of code points) are dealt out whole,
 so that no row of the held-out text shares its document with a training, calibration or validation row.
@@ -19,14 +19,14 @@ from pydoc_data.topics import topics
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from featcal_hf.errors import DataError
 
 END = "<|end|>"
 
 ROW_CHARACTERS = 360
-"""Length of a row before it is rounded up to a whole line: a little over 128 tokens of the demo's tokenizer."""
+"""Length of a row before it is rounded up to a whole line: a little over 128 tokens of the demo's own tokenizer."""
 
 SPLIT_ROWS = {"heldout": 128, "validation": 64, "calibration": 128}
 """Rows of each split at most; all other rows are for training."""
@@ -47,11 +47,15 @@ class Rows:
     heldout: tuple[str, ...]
 
 
-def load_domains(seed: int = 0) -> dict[str, Rows]:
+def load_domains(
+    seed: int = 0, row_characters: int = ROW_CHARACTERS, split_rows: Mapping[str, int] = SPLIT_ROWS
+) -> dict[str, Rows]:
     """Read the three domains from the running Python's standard library and split them.
 
     Args:
         seed: decides which documents go to which split.
+        row_characters: length of a row before it is rounded up to a whole line.
+        split_rows: rows of each split at most; all others are for training.
 
     Returns:
         Rows of `python` (code without docstrings and comments), `english` (docstrings and the topics of `help()`)
@@ -67,7 +71,7 @@ def load_domains(seed: int = 0) -> dict[str, Rows]:
         "english": [*topics.values(), *(docstrings for _, docstrings in modules)],
         "unicode": list(_character_names()),
     }
-    return {domain: _split(domain, texts, seed) for domain, texts in documents.items()}
+    return {domain: split(root, domain, texts, seed, row_characters, split_rows) for domain, texts in documents.items()}
 
 
 def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -85,7 +89,7 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
 
 
-def tokenize(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], length: int) -> Tensor:
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int) -> Tensor:
     """Return the rows that fill `length` tokens, cut there; (rows, length). Shorter ones are left out."""
     encoded: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
     return torch.tensor([row for row in encoded if len(row) == length])
@@ -94,9 +98,9 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], length: i
 def write_rows(folder: Path, domains: Mapping[str, Rows]) -> None:
     """Write each domain's calibration and held-out rows as JSON lines with one column, `text`."""
     for name, rows in domains.items():
-        for split, texts in {"calibration": rows.calibration, "heldout": rows.heldout}.items():
+        for part, texts in {"calibration": rows.calibration, "heldout": rows.heldout}.items():
             lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-            (folder / f"{name}-{split}.jsonl").write_text(lines, encoding="utf-8")
+            (folder / f"{name}-{part}.jsonl").write_text(lines, encoding="utf-8")
 
 
 def _parse_standard_library(root: Path) -> Iterator[ast.Module]:
@@ -124,19 +128,21 @@ def _character_names() -> Iterator[str]:
         yield "\n".join(name for name in names if name and not name.startswith(("CJK ", "HANGUL ")))
 
 
-def _rows(document: str) -> Iterator[str]:
-    row = ""
-    for line in document.splitlines(keepends=True):
-        row += line
-        if len(row) >= ROW_CHARACTERS:
-            yield row
-            row = ""
+def split(
+    source: Path,
+    domain: str,
+    documents: Iterable[str],
+    seed: int,
+    row_characters: int = ROW_CHARACTERS,
+    split_rows: Mapping[str, int] = SPLIT_ROWS,
+) -> Rows:
+    """Deal out whole documents in random order; a row that was seen before, in any split, is left out.
 
-
-def _split(domain: str, documents: Iterable[str], seed: int) -> Rows:
-    """Deal out whole documents in random order; a row that was seen before, in any split, is left out."""
+    Raises:
+        DataError: the documents leave fewer rows for training than are held out.
+    """
     chance = random.Random(seed)
-    rows_by_document = [list(_rows(document)) for document in documents]
+    rows_by_document = [list(_rows(document, row_characters)) for document in documents]
     chance.shuffle(rows_by_document)
     seen: set[str] = set()
     remaining = iter(rows_by_document)
@@ -151,12 +157,20 @@ def _split(domain: str, documents: Iterable[str], seed: int) -> Rows:
         chance.shuffle(dealt)
         return tuple(dealt)
 
-    kept = {split: deal(rows, _ROWS_PER_DOCUMENT)[:rows] for split, rows in SPLIT_ROWS.items()}
+    kept = {part: deal(rows, _ROWS_PER_DOCUMENT)[:rows] for part, rows in split_rows.items()}
     train = deal(float("inf"), None)
-    if len(train) < SPLIT_ROWS["heldout"]:
+    if len(train) < split_rows["heldout"]:
         raise DataError(
-            f"{sysconfig.get_paths()['stdlib']}: found too little text for the demo's domain {domain!r} "
-            f"({len(train)} training rows, expected at least {SPLIT_ROWS['heldout']}); "
-            "use a Python that comes with the sources of its standard library."
+            f"{source}: found too little text for the demo's domain {domain!r} ({len(train)} training rows, expected "
+            f"at least {split_rows['heldout']}); install it whole, for Python itself with its library's sources."
         )
     return Rows(train=train, **kept)
+
+
+def _rows(document: str, row_characters: int) -> Iterator[str]:
+    row = ""
+    for line in document.splitlines(keepends=True):
+        row += line
+        if len(row) >= row_characters:
+            yield row
+            row = ""
