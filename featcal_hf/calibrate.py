@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from featcal_hf.activations import Activations
 from featcal_hf.drift import Drift
 from featcal_hf.errors import DataError
 from featcal_hf.forward import next_block, parking, refuse_second_visit, run_block_watched
@@ -112,6 +113,7 @@ def calibrate_blocks(
     settings: Settings,
     *,
     device: torch.device,
+    activations: Activations,
     write: WriteBlock,
     on_step: OnStep,
 ) -> list[BlockReport]:
@@ -123,6 +125,7 @@ def calibrate_blocks(
         tasks: experts with their examples.
         settings: λ, ρ, α and switches, resolved.
         device: where blocks are run and systems solved; everything else stays where it is.
+        activations: where the forwards' tensors wait between blocks.
         write: called with each block's path and new parameters.
         on_step: called before each step.
 
@@ -141,7 +144,7 @@ def calibrate_blocks(
         for module in experts.values():
             stack.enter_context(parking(module))
         pooled = pooled_blocks(student.module, paths, settings.pooled_token)
-        streams = [TaskStreams.start(student, task) for task in tasks]
+        streams = [TaskStreams.start(student, task, activations) for task in tasks]
         for task in streams:
             stack.callback(task.stop)
         while (path := next_block({task.name: task.forwards() for task in streams})) is not None:
@@ -157,7 +160,7 @@ def calibrate_blocks(
                 for task in streams:
                     task.resume_students()
             for task in streams:
-                task.resume_experts(task.holdout)
+                task.resume_experts()
     return reports
 
 
@@ -193,31 +196,29 @@ def _calibrate_block(
     with clock.loading(student.block(path, device)) as block:
         stream = token_stream(student.module, block)
         plan = _first_look(place, student, block, streams[0], settings, device)
-        own, encoder = zip(*(task.most_tokens(stream, device) for task in streams), strict=True)
+        own, encoder = zip(*(task.most_tokens(stream) for task in streams), strict=True)
         with clock.loading(base.block(path, device) if base else nullcontext()) as base_block:
             systems = BlockSystems(path, plan, block, base_block, settings, (sum(own), sum(encoder)))
             for part, task in enumerate(streams):
                 on_step(Step(path, place.number, place.blocks, task.name, part, steps))
                 with clock.loading(task.expert.block(path, device)) as expert_block:
-                    moments = task.collect(plan, block, expert_block, stream, device, clock)
+                    moments = task.collect(plan, block, expert_block, stream, device, clock, place.is_last)
                     with clock.stage("moments"):
                         moments.average(f"task {task.name}, {path}")
                     with clock.stage("solve"):
                         systems.add_task(moments, expert_block)
-                if not place.is_last:
-                    with clock.stage("forwards"):
-                        task.resume_experts(task.calibration)
             on_step(Step(path, place.number, place.blocks, "solve", len(streams), steps))
             with clock.stage("solve"):
                 update = systems.solve()
         with clock.stage("write"):
             write(path, update.parameters)
         _load(block, update)
-        for task in streams:
-            with clock.stage("forwards"):
-                task.pass_through(block, device)
-            with clock.stage("drift"):
-                task.measure(block, stream, place.first_token_read, device)
+        with nullcontext() if place.is_last else clock.loading(student.outer()):
+            for task in streams:
+                with clock.stage("forwards"):
+                    task.pass_through(block, device, place.is_last)
+                with clock.stage("drift"):
+                    task.measure(block, stream, place.first_token_read, device)
     drift = {task.name: task.drift() for task in streams if task.holdout}
     if place.is_last:
         with clock.stage("drift"):

@@ -32,15 +32,21 @@ class Call:
     kwargs: dict[str, Any]
 
     def on(self, device: torch.device) -> Call:
-        """The same call with its tensors on `device`; a tensor passed twice stays one tensor."""
-        moved: dict[int, Tensor] = {}
+        """The same call with its tensors on `device`."""
+        return self.map(lambda value: value.to(device))
 
-        def move(value: Any) -> Any:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Call:
+        """The same call with every tensor changed; one passed twice is changed once and stays one tensor."""
+        changed: dict[int, Tensor] = {}
+
+        def once(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return moved.setdefault(id(value), value.to(device))
+            if id(value) not in changed:
+                changed[id(value)] = change(value)
+            return changed[id(value)]
 
-        return Call(self.path, tree_map(move, self.args), tree_map(move, self.kwargs))
+        return Call(self.path, tree_map(once, self.args), tree_map(once, self.kwargs))
 
     def cast(self, dtype: torch.dtype) -> Call:
         """The same call for a block of another dtype. Masks hold the least number there is; it stays in range."""
@@ -136,7 +142,29 @@ class ParkedForward:
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         self.call: Call | None = None
         self.result: Any = None
+        self._inputs = {id(value) for value in inputs.values()}
         self._run = _ModelRun(lambda: model(**inputs))
+
+    def waiting(self) -> Call:
+        """The block call it waits at.
+
+        Raises:
+            DataError: it has run to its end.
+        """
+        if self.call is None:
+            raise DataError("a forward ended before the others; give every batch the same kinds of inputs.")
+        return self.call
+
+    def held(self) -> list[Tensor]:
+        """The tensors in the waiting model's local variables, those of the batch left out."""
+        found: dict[int, Tensor] = {}
+        frame = self._run.gr_frame
+        while frame is not None:
+            for value in tree_flatten(dict(frame.f_locals))[0]:
+                if isinstance(value, Tensor) and id(value) not in self._inputs:
+                    found[id(value)] = value
+            frame = frame.f_back
+        return list(found.values())
 
     def start(self) -> None:
         """Run up to the first block."""

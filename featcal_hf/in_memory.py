@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -11,6 +13,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from featcal_hf.activations import activations
 from featcal_hf.calibrate import BlockReport, OnStep, calibrate_blocks
 from featcal_hf.errors import CheckpointError, DataError, listed
 from featcal_hf.models import ResidentAdapter, ResidentModel, has_adapters, has_merged_adapters
@@ -51,6 +54,7 @@ def calibrate_model(
     holdout: TaskBatches | None = None,
     settings: Settings | None = None,
     device: torch.device | str | None = None,
+    activation_memory: int | None = None,
     on_step: OnStep | None = None,
 ) -> CalibrationReport:
     """Calibrate a merged model in memory, in place, towards its experts (paper eq. 12-17).
@@ -66,6 +70,8 @@ def calibrate_model(
         holdout: task name -> batches on which drift is measured; not used in the solve.
         settings: λ, ρ, α and switches; None for the adaptive ridge.
         device: where blocks are computed; None for where the merged model is.
+        activation_memory: bytes of hidden states and masks that may wait in memory between blocks; the others go to
+            files in a temporary folder. None for all in memory. The result is the same.
         on_step: called before each step, see `Step`.
 
     Returns:
@@ -100,24 +106,27 @@ def calibrate_model(
     training = {part: part.training for module in modules for part in module.modules()}
     for module in modules:
         module.eval()
-    try:
-        blocks = calibrate_blocks(
-            student,
-            anchor,
-            [
-                CalibrationTask(
-                    name,
-                    others[f"expert {name}"],
-                    _same_for_both(name, batches[name]),
-                    _same_for_both(name, held_out.get(name, [])),
-                )
-                for name in experts
-            ],
-            resolved,
-            device=torch.device(device) if device is not None else merged.device,
-            write=lambda path, parameters: None,
-            on_step=on_step or (lambda step: None),
+    tasks = [
+        CalibrationTask(
+            name,
+            others[f"expert {name}"],
+            _same_for_both(name, batches[name]),
+            _same_for_both(name, held_out.get(name, [])),
         )
+        for name in experts
+    ]
+    try:
+        with TemporaryDirectory(prefix="featcal-") as folder, activations(activation_memory, Path(folder)) as held:
+            blocks = calibrate_blocks(
+                student,
+                anchor,
+                tasks,
+                resolved,
+                device=torch.device(device) if device is not None else merged.device,
+                activations=held,
+                write=lambda path, parameters: None,
+                on_step=on_step or (lambda step: None),
+            )
     finally:
         for part, was_training in training.items():
             part.training = was_training

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from featcal_hf.activations import activations
 from featcal_hf.calibrate import BlockReport, OnStep, calibrate_blocks
 from featcal_hf.card import CardReport, write_card
 from featcal_hf.checkpoint import check_finite
@@ -43,6 +44,7 @@ from featcal_hf.save import (
 from featcal_hf.streamed import StreamedModel
 from featcal_hf.streams import CalibrationTask
 
+ACTIVATIONS = "activations"
 OnStage = Callable[[str], None]
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -242,7 +244,12 @@ def calibrate(
 
 
 def calibrate_prepared(
-    prepared: Prepared, output: Path | None, device: torch.device, on_step: OnStep, started: float
+    prepared: Prepared,
+    output: Path | None,
+    device: torch.device,
+    on_step: OnStep,
+    started: float,
+    activation_memory: int | None = None,
 ) -> RunReport:
     """Run the calibration of a prepared run and write its result."""
     student = prepared.models.student
@@ -251,7 +258,10 @@ def calibrate_prepared(
     try:
         if output is not None:
             discard_unfinished(student.checkpoint, output)
-        with work_folder(target / (WORK if output is None else UNFINISHED)) as work:
+        with (
+            work_folder(target / (WORK if output is None else UNFINISHED)) as work,
+            activations(activation_memory, work / ACTIVATIONS) as held,
+        ):
             writer = open_writer(student.checkpoint, _names_to_write(student), work)
 
             def write(path: str, parameters: dict[str, Tensor]) -> None:
@@ -273,6 +283,7 @@ def calibrate_prepared(
                 ],
                 prepared.settings,
                 device=device,
+                activations=held,
                 write=write,
                 on_step=on_step,
             )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from featcal_hf.activations import Activations
 from featcal_hf.drift import Drift, DriftMeter
 from featcal_hf.errors import DataError
 from featcal_hf.forward import (
@@ -69,30 +71,34 @@ class TaskStreams:
 
     name: str
     expert: BlockModel
+    activations: Activations
     calibration: list[Pair]
     holdout: list[Pair]
     before: DriftMeter = field(default_factory=DriftMeter)
     after: DriftMeter = field(default_factory=DriftMeter)
 
     @classmethod
-    def start(cls, student: BlockModel, task: CalibrationTask) -> TaskStreams:
+    def start(cls, student: BlockModel, task: CalibrationTask, activations: Activations) -> TaskStreams:
         """Start every batch's forwards and park them at the first block."""
         if not task.calibration:
             raise DataError(f"task {task.name} has no batches; give it at least one.")
         streams = cls(
             task.name,
             task.expert,
+            activations,
             [_pair(student, task.expert, batch, False) for batch in task.calibration],
             [_pair(student, task.expert, batch, True) for batch in task.holdout],
         )
         with student.outer():
             for pair in streams.pairs():
-                pair.student.start()
-                if pair.merged:
-                    pair.merged.start()
+                for run in (pair.student, pair.merged):
+                    if run is not None:
+                        run.start()
+                        activations.keep(run)
         with task.expert.outer():
             for pair in streams.pairs():
                 pair.expert.start()
+                activations.keep(pair.expert)
         return streams
 
     def pairs(self) -> list[Pair]:
@@ -105,7 +111,7 @@ class TaskStreams:
 
     def first_call(self, device: torch.device) -> Call:
         """What the student's block is given for the first batch."""
-        return _call(self.calibration[0].student, device)
+        return self.activations.call(self.calibration[0].student, device)
 
     def stop(self) -> None:
         """Give up all forwards."""
@@ -120,19 +126,26 @@ class TaskStreams:
         stream: str,
         device: torch.device,
         clock: StageClock,
+        last: bool,
     ) -> TaskMoments:
-        """Run the task's tokens through the student's block as it stands and through the expert's block."""
+        """Run the task's tokens through the student's block as it stands and through the expert's block.
+
+        The expert's calibration forwards go on to their next block one after the other, unless this is the last.
+        """
         self.before, self.after = DriftMeter(), DriftMeter()
-        own, encoder = self.most_tokens(stream, device)
+        own, encoder = self.most_tokens(stream)
         moments = TaskMoments(plan, expert_block, own, encoder, device)
-        for pair in self.calibration:
-            with clock.stage("forwards"):
-                student_run = run_block_watched(block, _call(pair.student, device), plan.watched)
-                expert_run = run_block_watched(expert_block, _call(pair.expert, device), plan.watched)
-                pair.expert_output = _at_home(pair.expert, expert_run.output)
-            with clock.stage("moments"):
-                mask = own_mask(stream, pair.inputs)
-                moments.add(student_run, expert_run, block, mask, pair.inputs.tokens)
+        with nullcontext() if last else self.expert.outer():
+            for pair in self.calibration:
+                with clock.stage("forwards"):
+                    student_run = run_block_watched(block, self.activations.call(pair.student, device), plan.watched)
+                    expert_call = self.activations.call(pair.expert, device)
+                    expert_run = run_block_watched(expert_block, expert_call, plan.watched)
+                with clock.stage("moments"):
+                    moments.add(student_run, expert_run, block, own_mask(stream, pair.inputs), pair.inputs.tokens)
+                if not last:
+                    with clock.stage("forwards"):
+                        self._go_on(pair.expert, expert_run.output)
         with clock.stage("drift"):
             self._measure_before(plan.first_token_read, block, expert_block, stream, device)
         return moments
@@ -143,9 +156,9 @@ class TaskStreams:
         for pair in self.holdout:
             if pair.merged is None:
                 continue
-            expert_call = _call(pair.expert, device)
+            expert_call = self.activations.call(pair.expert, device)
             expert_output = run_block(expert_block, expert_call)
-            merged_output = run_block(block, _call(pair.merged, device))
+            merged_output = run_block(block, self.activations.call(pair.merged, device))
             self.before.add(
                 first_tensor(merged_output),
                 first_tensor(expert_output),
@@ -156,21 +169,27 @@ class TaskStreams:
             pair.expert_output = _at_home(pair.expert, expert_output)
             pair.merged_output = _at_home(pair.merged, merged_output)
 
-    def most_tokens(self, stream: str, device: torch.device) -> tuple[int, int]:
+    def most_tokens(self, stream: str) -> tuple[int, int]:
         """Tokens of the task at most: the block's own, and those that its cross-attention reads."""
         own = encoder = 0
         for pair in self.calibration:
             mask, encoder_mask = own_mask(stream, pair.inputs), pair.inputs.tokens
-            call = _call(pair.student, device)
+            call = pair.student.waiting()
             own += call.hidden_states.shape[:2].numel() if mask is None else int(mask.sum())
             others = [value.shape[:2].numel() for value in call.other_tensors if value.dim() == 3]
             encoder += max(others, default=0) if encoder_mask is None else int(encoder_mask.sum())
         return own, encoder
 
-    def pass_through(self, block: nn.Module, device: torch.device) -> None:
-        """Run the student's tokens through the new block."""
-        for pair in self.pairs():
-            pair.student_output = _at_home(pair.student, run_block(block, _call(pair.student, device)))
+    def pass_through(self, block: nn.Module, device: torch.device, last: bool) -> None:
+        """Run the student's tokens through the new block.
+
+        Its calibration forwards go on to their next block one after the other, unless this is the last; `outer` has
+        to be open for that.
+        """
+        for pair in [] if last else self.calibration:
+            self._go_on(pair.student, run_block(block, self.activations.call(pair.student, device)))
+        for pair in self.holdout:
+            pair.student_output = _at_home(pair.student, run_block(block, self.activations.call(pair.student, device)))
 
     def measure(self, block: nn.Module, stream: str, first_token_read: bool, device: torch.device) -> None:
         """Measure the drift of the new block's output on the held-out rows."""
@@ -179,27 +198,31 @@ class TaskStreams:
                 first_tensor(pair.student_output).to(device),
                 first_tensor(pair.expert_output).to(device),
                 first_tensor(
-                    run_block(block, _call(pair.expert, device).cast(first_tensor(pair.student_output).dtype))
+                    run_block(block, self.activations.call(pair.expert, device).cast(first_tensor(pair.student_output).dtype))
                 ),
                 own_mask(stream, pair.inputs),
                 first_token_read,
             )
 
     def resume_students(self) -> None:
-        """Send the student's and the merged model's forwards on to their next block."""
-        for pair in self.pairs():
-            pair.student.resume(pair.student_output)
+        """Send the student's and the merged model's forwards of held-out rows on to their next block."""
+        for pair in self.holdout:
+            self._go_on(pair.student, pair.student_output)
             pair.student_output = None
             if pair.merged is not None:
-                pair.merged.resume(pair.merged_output)
+                self._go_on(pair.merged, pair.merged_output)
                 pair.merged_output = None
 
-    def resume_experts(self, pairs: Sequence[Pair]) -> None:
-        """Send the expert's forwards of some batches on to their next block."""
+    def resume_experts(self) -> None:
+        """Send the expert's forwards of held-out rows on to their next block."""
         with self.expert.outer():
-            for pair in pairs:
-                pair.expert.resume(pair.expert_output)
+            for pair in self.holdout:
+                self._go_on(pair.expert, pair.expert_output)
                 pair.expert_output = None
+
+    def _go_on(self, run: ParkedForward, output: Any) -> None:
+        run.resume(_at_home(run, output))
+        self.activations.keep(run)
 
     def drift(self) -> tuple[Drift, Drift]:
         """Drift at the block's output before and after calibration."""
@@ -225,14 +248,6 @@ def _pair(
     )
 
 
-def _call(run: ParkedForward, device: torch.device) -> Call:
-    if run.call is None:
-        raise DataError("a forward ended before the others; give every batch the same kinds of inputs.")
-    return run.call.on(device)
-
-
 def _at_home(run: ParkedForward, output: Any) -> Any:
     """A block's output where the forward wants it; it waits there while other batches are on the device."""
-    if run.call is None:
-        raise DataError("a forward ended before the others; give every batch the same kinds of inputs.")
-    return Call("", (output,), {}).on(run.call.hidden_states.device).args[0]
+    return Call("", (output,), {}).on(run.waiting().hidden_states.device).args[0]

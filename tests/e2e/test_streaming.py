@@ -18,9 +18,11 @@ from featcal_hf.streamed import StreamedModel
 
 
 def resident_bytes(model: StreamedModel) -> int:
+    """Of blocks; what lies outside them is views of mapped files."""
     return sum(
         parameter.numel() * parameter.element_size()
-        for parameter in model.module.parameters()
+        for block in model.blocks.values()
+        for parameter in block.parameters()
         if parameter.device.type != "meta"
     )
 
