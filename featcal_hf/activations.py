@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +23,8 @@ from featcal_hf.errors import CheckpointError
 from featcal_hf.forward import Call, ParkedForward
 
 SMALL_BYTES = 4096
+SHARE_OF_FREE_MEMORY = 0.5
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass
@@ -32,12 +35,14 @@ class _Held:
         bytes: its size.
         version: PyTorch's count of changes made to it in place, when it was seen.
         file: where its bytes are, None while they are in memory.
+        is_compared: it has been compared with the tensors that are held already.
         is_shared: other tensors are the same memory, so that moving it would free nothing.
     """
 
     bytes: int
     version: int
     file: Path | None = None
+    is_compared: bool = False
     is_shared: bool = False
 
 
@@ -45,11 +50,11 @@ class Activations:
     """The tensors that the parked forwards of a run hold.
 
     Args:
-        limit: bytes that may stay in memory; None for all of them.
+        limit: bytes that may stay in memory.
         folder: where the others go; made when it is needed.
     """
 
-    def __init__(self, limit: int | None, folder: Path) -> None:
+    def __init__(self, limit: int, folder: Path) -> None:
         self._limit, self._folder = limit, folder
         self._held: dict[int, _Held] = {}
         self._idle: dict[int, weakref.ref[Tensor]] = {}
@@ -79,16 +84,14 @@ class Activations:
         for value in passed.values():
             self._see(value)
             self._idle.pop(id(value), None)
-        if self._limit is None:
-            return
         for value in run.held():
             if id(value) not in passed and self._see(value):
                 self._idle.setdefault(id(value), weakref.ref(value))
-        waiting = [value for reference in self._idle.values() if (value := reference()) is not None]
-        for value in (*waiting, *passed.values()):
-            if self._in_memory <= self._limit:
-                break
-            self._move(value)
+        if self._in_memory > self._limit:
+            idle = [value for value in (reference() for reference in self._idle.values()) if value is not None]
+            for value in (*idle, *passed.values()):
+                if self._in_memory > self._limit:
+                    self._move(value)
 
     def call(self, run: ParkedForward, device: torch.device) -> Call:
         """What a forward passed to its block, on `device`."""
@@ -127,8 +130,9 @@ class Activations:
 
     def _share(self, value: Tensor) -> None:
         """Let a tensor use the memory of an equal one that is held already."""
-        if id(value) in self._held or not self._see(value):
+        if not self._see(value) or self._held[id(value)].is_compared:
             return
+        self._held[id(value)].is_compared = True
         key = (value.shape, value.stride(), value.dtype, float(value.sum(dtype=torch.float64)))
         other = self._by_content.setdefault(key, value)
         owner = self._held.get(id(other))
@@ -137,7 +141,7 @@ class Activations:
         value.data = other
         owner.is_shared = True
         self._in_memory -= _bytes(value)
-        self._held[id(value)] = _Held(0, value._version, is_shared=True)
+        self._held[id(value)] = _Held(0, value._version, is_compared=True, is_shared=True)
 
     def _move(self, value: Tensor) -> None:
         """Move a tensor to a file, if that frees its memory."""
@@ -179,13 +183,29 @@ class Activations:
 
 @contextmanager
 def activations(limit: int | None, folder: Path) -> Iterator[Activations]:
-    """Activations whose files are gone at the end, and those of a run that was killed at the beginning."""
+    """Activations whose files are gone at the end, and those of a run that was killed at the beginning.
+
+    Args:
+        limit: see `Activations`; None for half of the memory that is free now.
+        folder: see `Activations`.
+    """
     shutil.rmtree(folder, ignore_errors=True)
-    held = Activations(limit, folder)
+    held = Activations(default_limit() if limit is None else limit, folder)
     try:
         yield held
     finally:
         held.close()
+
+
+def default_limit() -> int:
+    """Half of the memory that is free now: of the machine, or of the control group that the process is in."""
+    free = int(psutil.virtual_memory().available)
+    limit = CONTROL_GROUP / "memory.max"
+    if limit.is_file() and (bound := limit.read_text(encoding="ascii").strip()) != "max":
+        usage = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        used = int((CONTROL_GROUP / "memory.current").read_text(encoding="ascii"))
+        free = min(free, int(bound) - used + int(usage["inactive_file"]))
+    return int(SHARE_OF_FREE_MEMORY * max(free, 0))
 
 
 def _bytes(value: Tensor) -> int:

@@ -70,8 +70,8 @@ def calibrate_model(
         holdout: task name -> batches on which drift is measured; not used in the solve.
         settings: λ, ρ, α and switches; None for the adaptive ridge.
         device: where blocks are computed; None for where the merged model is.
-        activation_memory: bytes of hidden states and masks that may wait in memory between blocks; the others go to
-            files in a temporary folder. None for all in memory. The result is the same.
+        activation_memory: bytes of the batches' features that may wait in memory between blocks; the rest waits in
+            files in a temporary folder. None for half of the memory that is free. The result is the same.
         on_step: called before each step, see `Step`.
 
     Returns:

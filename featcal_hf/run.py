@@ -190,6 +190,7 @@ def calibrate(
     random_seed: int | None = None,
     mapping: Mapping[str, str] | None = None,
     write_model_card: bool = True,
+    activation_memory: int | None = None,
     on_stage: OnStage = lambda stage: None,
     on_prepared: Callable[[Prepared], None] = lambda prepared: None,
     on_step: OnStep = lambda step: None,
@@ -207,6 +208,8 @@ def calibrate(
         mapping: ids of models and datasets in the recipe -> local paths to read instead; `id@revision` is one
             revision, `id:name` one configuration of a dataset. The report keeps the ids.
         write_model_card: write the model card as README.md once the weights are there; see `write_card`.
+        activation_memory: bytes of the rows' features that may wait in memory between blocks; the rest waits in
+            files beside the unfinished weights. None for half of the memory that is free. The result is the same.
         on_stage: called with the name of each stage of preparation.
         on_prepared: called once everything has been checked.
         on_step: called before each step, see `Step`.
@@ -236,7 +239,12 @@ def calibrate(
     )
     on_prepared(prepared)
     report = calibrate_prepared(
-        prepared, Path(output) if output is not None else None, torch.device(device), on_step, started
+        prepared,
+        Path(output) if output is not None else None,
+        torch.device(device),
+        on_step,
+        started,
+        activation_memory,
     )
     if not write_model_card:
         return report

@@ -198,7 +198,9 @@ class TaskStreams:
                 first_tensor(pair.student_output).to(device),
                 first_tensor(pair.expert_output).to(device),
                 first_tensor(
-                    run_block(block, self.activations.call(pair.expert, device).cast(first_tensor(pair.student_output).dtype))
+                    run_block(
+                        block, self.activations.call(pair.expert, device).cast(first_tensor(pair.student_output).dtype)
+                    )
                 ),
                 own_mask(stream, pair.inputs),
                 first_token_read,

@@ -10,6 +10,7 @@ import torch
 from featcal_hf.commands.options import (
     COMPUTING,
     MODEL,
+    PARKING,
     leave_warnings_to_the_plan,
     open_console,
     options,
@@ -33,6 +34,7 @@ from featcal_hf.summary import show_plan, show_result
             help="Write README.md, the model card, at the end.",
         ),
         *COMPUTING,
+        *PARKING,
     ]
 )
 def calibrate_command(
@@ -49,6 +51,7 @@ def calibrate_command(
     device: str | None,
     cuda: bool,
     num_threads: int | None,
+    activation_memory: int | None,
 ) -> None:
     """Calibrate the merged model in MODEL_DIR towards the experts of RECIPE, in place or into --output."""
     console = open_console(verbosity)
@@ -72,6 +75,7 @@ def calibrate_command(
             random_seed=random_seed,
             mapping=read_mapping(mapped),
             write_model_card=write_model_card,
+            activation_memory=activation_memory,
             on_stage=stages(console, quiet),
             on_prepared=show,
             on_step=on_step,
@@ -83,7 +87,7 @@ def calibrate_command(
 
 
 @click.command("check")
-@options([*MODEL, *COMPUTING])
+@options([*MODEL, *COMPUTING, *PARKING])
 def check_command(
     recipe: Path,
     model_dir: Path,
@@ -97,6 +101,7 @@ def check_command(
     device: str | None,
     cuda: bool,
     num_threads: int | None,
+    activation_memory: int | None,
 ) -> None:
     """Find every error that can be found without running, and show what a run would do and take."""
     console = open_console(verbosity)

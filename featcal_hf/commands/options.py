@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,24 @@ import torch
 from rich.console import Console
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes as people write it: 4GB, 512 MiB, 1000000."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The bytes; units of 1000 with B, of 1024 with iB."""
+        if isinstance(value, int):
+            return value
+        parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i)?)?b?\s*", value, re.IGNORECASE)
+        if parts is None:
+            self.fail(f"{value!r} is no size; write bytes with a unit, such as 4GB, 512MiB or 0.", param, ctx)
+        number, prefix, binary = parts.groups()
+        power = " kmgt".index(prefix.lower()) if prefix else 0
+        return int(float(number) * (1024 if binary else 1000) ** power)
+
 
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
 READING: list[Decorator] = [
@@ -39,6 +58,15 @@ COMPUTING: list[Decorator] = [
     click.option("--device", default=None, help="Compute on this device: cpu, cuda, cuda:1, mps, xpu, auto."),
     click.option("--cuda/--no-cuda", default=False, help="Compute on the GPU; same as --device cuda."),
     click.option("--num-threads", "-j", type=int, help="Number of threads to use for parallel CPU operations."),
+]
+PARKING: list[Decorator] = [
+    click.option(
+        "--activation-memory",
+        type=Size(),
+        metavar="SIZE",
+        help="Memory for the features of the rows between blocks, such as 4GB; the rest waits in files.  "
+        "[default: half of what is free]",
+    ),
 ]
 MODEL: list[Decorator] = [
     RECIPE,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
 from mergekit.common import ModelReference
-from tiny_merge import Merge
+from tiny_merge import Merge, Outcome, contents, copy_merge
+from torch import from_file
 from transformers import LlamaForCausalLM
 
 from featcal_hf.checkpoint import resolve
+from featcal_hf.commands.options import Size
 from featcal_hf.errors import CheckpointError
 from featcal_hf.run import calibrate_prepared, prepare
+from featcal_hf.save import UNFINISHED, WORK
 from featcal_hf.streamed import StreamedModel
 
 
@@ -62,6 +66,43 @@ def test_outside_the_blocks_weights_come_with_outer_and_go_after_it(merge: Merge
         assert torch.equal(student.module.lm_head.weight, reference.lm_head.weight)
         assert all(parameter.is_meta for parameter in student.blocks["layers.0"].parameters())
     assert all(parameter.is_meta for parameter in student.module.parameters())
+
+
+@pytest.mark.parametrize("place", ["in place", "output"])
+def test_features_in_files_give_the_same_bytes_and_leave_nothing_behind(
+    place: str, merge: Merge, tmp_path: Path, featcal: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("featcal_hf.activations.SMALL_BYTES", 1)
+    written: list[str] = []
+    monkeypatch.setattr(
+        "featcal_hf.activations.torch.from_file", lambda path, **how: written.append(path) or from_file(path, **how)
+    )
+    other = copy_merge(merge, tmp_path / "other")
+    output = [] if place == "in place" else ["--output", tmp_path / "calibrated"]
+    assert featcal(other.recipe, other.merged, "--activation-memory", "1TB").code == 0
+    assert not written
+    assert featcal(merge.recipe, merge.merged, *output, "--activation-memory", "1kB").code == 0
+    target = merge.merged if place == "in place" else tmp_path / "calibrated"
+    assert len(written) > 3 * 2 * 2
+    assert {Path(path).parent.parent for path in written} == {target / (WORK if place == "in place" else UNFINISHED)}
+    assert not any(Path(path).exists() for path in written)
+    left, expected = contents(target), contents(other.merged)
+    assert {name: left[name] for name in left if name != "featcal.json"} == {
+        name: expected[name] for name in expected if name != "featcal.json"
+    }
+
+
+def test_a_size_that_is_none_is_refused_with_an_example(merge: Merge, featcal: Callable[..., Outcome]) -> None:
+    refused = featcal("check", merge.recipe, merge.merged, "--activation-memory", "plenty")
+    assert refused.code == 2
+    assert "'plenty' is no size; write bytes with a unit, such as 4GB" in refused.errors
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("4GB", 4 * 10**9), ("1.5 MiB", 3 * 2**19), ("200k", 200_000), ("7 b", 7)]
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+    assert Size().convert(text, None, None) == size
 
 
 def cached_repo(cache: Path, source: Path, repo: str, commit: str) -> Path:
