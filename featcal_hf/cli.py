@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import difflib
 import sys
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -24,9 +26,12 @@ class DefaultToCalibrate(click.Group):
     """`featcal-hf RECIPE MODEL_DIR` is `featcal-hf calibrate RECIPE MODEL_DIR`, so that it reads like mergekit's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Insert the command where the first argument is none."""
+        """Insert the command where the first argument is none, unless it looks like one that is misspelt."""
         own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
         if args and args[0] not in self.commands and args[0] not in own:
+            close = difflib.get_close_matches(args[0], self.commands, n=1)
+            if close and not Path(args[0]).suffix and not Path(args[0]).exists():
+                ctx.fail(f"{args[0]!r} is neither a command nor a recipe; did you mean {close[0]!r}?")
             args = ["calibrate", *args]
         return super().parse_args(ctx, args)
 

@@ -322,6 +322,13 @@ def test_help_and_version_name_the_command(featcal: Featcal) -> None:
     assert re.fullmatch(r"featcal-hf, version \d+\.\d+\.\d+", featcal("--version").output)
 
 
+def test_a_misspelt_command_is_told_from_a_recipe(featcal: Featcal) -> None:
+    misspelt, missing = featcal("chek", "recipe.yml", "merged"), featcal("chek.yml", "merged")
+    assert (misspelt.code, missing.code) == (2, 2)
+    assert misspelt.errors.endswith("Error: 'chek' is neither a command nor a recipe; did you mean 'check'?")
+    assert "chek.yml: the recipe can't be read" in missing.errors
+
+
 def test_python_runs_the_package_as_the_command() -> None:
     result = subprocess.run([sys.executable, "-m", "featcal_hf", "--version"], capture_output=True, text=True)
     assert result.stdout.startswith("featcal-hf, version ")
