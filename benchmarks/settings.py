@@ -33,9 +33,10 @@ LENGTH, BATCH = 128, 8
 def configurations() -> Iterator[dict[str, Any]]:
     """What is tried: settings, merge weight and rows per task."""
     for samples in (4, 64):
-        for scale in ("frobenius", "trace"):
+        for scale, rho in (("frobenius", 2.0), ("trace", 2.0), ("trace", 1.0)):
             for power in range(-4, 2):
-                yield {"axis": "lambda", "samples": samples, "settings": {"lambda": 10.0**power, "scale": scale}}
+                settings = {"lambda": 10.0**power, "scale": scale, "rho": rho}
+                yield {"axis": "lambda", "samples": samples, "settings": settings}
         yield {"axis": "lambda", "samples": samples, "settings": {}}
     for samples, weight in ((4, 1.0), (64, 1.0), (4, 0.3)):
         for rho in (0.0, 1.0, 2.0, 3.0):

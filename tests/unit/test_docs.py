@@ -69,6 +69,15 @@ def test_commands_and_their_flags_exist(path: Path) -> None:
             raise AssertionError(f"{' '.join(words)}: {error.format_message()}") from error
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yml")), ids=lambda path: path.name)
+def test_the_commands_above_a_recipe_are_for_it(path: Path) -> None:
+    lines = re.findall(r"^#   ((?:featcal-hf|mergekit-yaml) .*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert lines
+    for words in map(str.split, lines):
+        check_command(words)
+        assert f"recipes/{path.name}" in words
+
+
 @each_page
 def test_commands_and_flags_in_the_text_exist(path: Path) -> None:
     for code in read_page(path).inline():
