@@ -22,6 +22,7 @@ from featcal_hf.errors import DataError
 from featcal_hf.forward import next_block, parking, refuse_second_visit, run_block_watched
 from featcal_hf.models import BlockModel
 from featcal_hf.outcome import TaskOutcome, finish
+from featcal_hf.products import float32_products
 from featcal_hf.recipe import Settings
 from featcal_hf.stages import StageClock, StageCost, peak_bytes
 from featcal_hf.streams import CalibrationTask, TaskStreams
@@ -139,6 +140,7 @@ def calibrate_blocks(
     reports: list[BlockReport] = []
     visited: set[str] = set()
     with ExitStack() as stack:
+        stack.enter_context(float32_products(rounded=False))
         paths = list(stack.enter_context(parking(student.module)))
         experts = {id(task.expert.module): task.expert.module for task in tasks}
         for module in experts.values():

@@ -246,7 +246,7 @@ def without_loss(model: PreTrainedModel, inputs: ForwardInputs) -> ForwardInputs
 
 @dataclass(frozen=True)
 class BlockRun:
-    """One run of a block: its output, and each module's inputs in the order of its calls."""
+    """One run of a block: its output, None if it was ended early, and each module's inputs in order of its calls."""
 
     output: Any
     module_inputs: dict[str, list[Tensor]]
@@ -257,22 +257,35 @@ def run_block(block: nn.Module, call: Call) -> Any:
     return block(*call.args, **call.kwargs)
 
 
-def run_block_watched(block: nn.Module, call: Call, names: list[str]) -> BlockRun:
-    """The block's output for a call, and the input of each of the named modules."""
+def run_block_watched(block: nn.Module, call: Call, names: list[str], whole: bool = True) -> BlockRun:
+    """The block's output for a call, and the input of each of the named modules.
+
+    Without `whole` the run ends where the last of the modules has been given its input, and has no output.
+    """
     seen: dict[str, list[Tensor]] = {name: [] for name in names}
+    unseen = set(names)
 
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             seen[name].append(args[0] if args else next(iter(kwargs.values())))
+            unseen.discard(name)
+            if not unseen and not whole:
+                raise _EverythingSeen
 
         return hook
 
     handles = [block.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True) for name in names]
     try:
         return BlockRun(run_block(block, call), seen)
+    except _EverythingSeen:
+        return BlockRun(None, seen)
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _EverythingSeen(Exception):
+    """Ends a block's run early."""
 
 
 def next_block(forwards: Mapping[str, list[ParkedForward]]) -> str | None:

@@ -14,12 +14,22 @@ zero where the student computes what the expert does.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-TRIANGLE_ROWS = 1024
+from featcal_hf.products import (
+    add_lower_triangle,
+    add_product,
+    float32_products,
+    halves,
+    mirror_lower_triangle,
+    multiplies_bfloat16,
+)
+
+GATHERED_ROWS = 1024
 FEW_TOKENS = 0.75
 FEW_TOKENS_OF_ALL = 0.2
 
@@ -51,8 +61,13 @@ class TaskInput(Protocol):
         """Add factor · G to the lower triangle of `total` (d_in, d_in)."""
         ...
 
-    def answer(self, name: str, rows: slice, gap: Tensor, expert: Tensor, alpha: float) -> Tensor:
-        """(W_i - A) G + α W_i D, shape (rows, d_in), for some rows of a module; `gap` is W_i - A, `expert` W_i."""
+    def add_answer(
+        self, total: Tensor, factor: float, name: str, rows: slice, gap: Tensor, expert: Tensor, alpha: float
+    ) -> None:
+        """Add factor · [(W_i - A) G + α W_i D] to `total` (rows, d_in), for some rows of a module.
+
+        `gap` is W_i - A, `expert` W_i.
+        """
         ...
 
     def is_finite(self) -> bool:
@@ -76,7 +91,7 @@ def task_input(width: int, tokens: int, narrow: dict[str, Tensor], device: torch
     """
     if few_in_task(tokens, width):
         return InputFeatures(width, device)
-    return InputMoments(width, narrow, device)
+    return InputMoments(width, tokens, narrow, device)
 
 
 def few_in_task(tokens: int, width: int) -> bool:
@@ -96,14 +111,18 @@ def few_in_all(tokens: int, width: int) -> bool:
 class InputMoments:
     """Moments of an input as Gram and cross moment: the size does not depend on the number of tokens.
 
+    Features are gathered in float32, `GATHERED_ROWS` at a time, whatever the size of a batch: products of few rows are
+    slow, and copies of many take memory.
+
     Args:
         width: d_in.
+        tokens: the tokens that will be added, at most.
         narrow: expert weights (d_out, d_in) of the modules that read this input, when together they have fewer
             outputs than inputs: W_i D is then smaller and cheaper than D. Empty to keep D itself.
         device: where the moments live.
     """
 
-    def __init__(self, width: int, narrow: dict[str, Tensor], device: torch.device) -> None:
+    def __init__(self, width: int, tokens: int, narrow: dict[str, Tensor], device: torch.device) -> None:
         self.tokens = 0.0
         self.gram = torch.zeros(width, width, device=device)
         self.mean = torch.zeros(width, device=device)
@@ -111,26 +130,32 @@ class InputMoments:
         self.cross = None if narrow else torch.zeros(width, width, device=device)
         self._narrow = {name: weight.to(device, torch.float32) for name, weight in narrow.items()}
         self.narrow_cross = {name: torch.zeros_like(weight) for name, weight in self._narrow.items()}
+        rows = max(1, min(tokens, GATHERED_ROWS))
+        self._student, self._delta = (torch.empty(rows, width, device=device) for _ in range(2))
+        self._weights = torch.ones(rows, device=device)
+        self._rows = 0
+        self._alike = self._exact = True
+        self._can_be_exact = multiplies_bfloat16(device) and _all_bfloat16(narrow.values())
 
     def add(self, student: Tensor, expert: Tensor, weights: Tensor | None) -> None:
         """See `TaskInput.add`."""
-        x = student.float()
-        delta = expert.float().sub(x)
-        weighted = x if weights is None else x * weights[:, None]
-        self.tokens += float(len(x) if weights is None else weights.sum())
-        _add_lower_triangle(self.gram, weighted, x, 1.0)
-        self.mean += weighted.sum(0)
-        self.shift += (delta if weights is None else delta * weights[:, None]).sum(0)
-        if self.cross is not None:
-            self.cross.addmm_(delta.T, weighted)
-        for name, weight in self._narrow.items():
-            self.narrow_cross[name].addmm_((delta @ weight.T).T, weighted)
+        self.tokens += float(len(student) if weights is None else weights.sum())
+        start = 0
+        while start < len(student):
+            end = start + min(len(student) - start, len(self._student) - self._rows)
+            self._gather(student[start:end], expert[start:end], None if weights is None else weights[start:end])
+            if self._rows == len(self._student):
+                self._sum_up()
+            start = end
 
     def average(self) -> None:
         """See `TaskInput.average`."""
-        for total in self._sums():
+        if self._rows:
+            self._sum_up()
+        self._student = self._delta = self._weights = self.mean.new_empty(0)
+        for total in (self.gram, self.mean, self.shift, *self._crosses()):
             total /= self.tokens
-        _mirror_lower_triangle(self.gram)
+        mirror_lower_triangle(self.gram)
 
     def frobenius(self) -> float:
         """See `TaskInput.frobenius`."""
@@ -144,20 +169,64 @@ class InputMoments:
         """See `TaskInput.add_gram`."""
         total.add_(self.gram, alpha=factor)
 
-    def answer(self, name: str, rows: slice, gap: Tensor, expert: Tensor, alpha: float) -> Tensor:
-        """See `TaskInput.answer`."""
+    def add_answer(
+        self, total: Tensor, factor: float, name: str, rows: slice, gap: Tensor, expert: Tensor, alpha: float
+    ) -> None:
+        """See `TaskInput.add_answer`."""
+        total.addmm_(gap, self.gram, alpha=factor)
         if self.cross is None:
-            moved = self.narrow_cross[name][rows]
-            return torch.addmm(moved, gap, self.gram, beta=alpha)
-        return (gap @ self.gram).addmm_(expert, self.cross, alpha=alpha)
+            total.add_(self.narrow_cross[name][rows], alpha=factor * alpha)
+        else:
+            total.addmm_(expert, self.cross, alpha=factor * alpha)
 
     def is_finite(self) -> bool:
-        """See `TaskInput.is_finite`."""
-        return all(bool(total.sum().isfinite()) for total in self._sums())
+        """See `TaskInput.is_finite`: every feature is in the Gram's diagonal, every drift in the shift."""
+        return bool(self.gram.diagonal().isfinite().all() and self.shift.isfinite().all())
 
-    def _sums(self) -> list[Tensor]:
-        cross = [] if self.cross is None else [self.cross]
-        return [self.gram, self.mean, self.shift, *cross, *self.narrow_cross.values()]
+    def _gather(self, student: Tensor, expert: Tensor, weights: Tensor | None) -> None:
+        rows = slice(self._rows, self._rows + len(student))
+        x, delta = self._student[rows], self._delta[rows]
+        x.copy_(student)
+        delta.copy_(expert).sub_(x)
+        self._weights[rows] = 1.0 if weights is None else weights
+        self._alike &= weights is None
+        self._exact &= _all_bfloat16((student, expert))
+        self._rows = rows.stop
+
+    def _sum_up(self) -> None:
+        x, delta, weights = self._student[: self._rows], self._delta[: self._rows], self._weights[: self._rows]
+        weighted = x if self._alike else x * weights[:, None]
+        self.mean.addmv_(x.T, weights)
+        self.shift.addmv_(delta.T, weights)
+        if self._can_be_exact and self._exact and self._alike:
+            with float32_products(rounded=True):
+                self._add_products(x, weighted, halves(delta), halves)
+        else:
+            self._add_products(x, weighted, (delta,), lambda outputs: (outputs,))
+        self._rows = 0
+        self._alike = self._exact = True
+
+    def _add_products(
+        self,
+        student: Tensor,
+        weighted: Tensor,
+        delta: tuple[Tensor, ...],
+        parts: Callable[[Tensor], tuple[Tensor, ...]],
+    ) -> None:
+        """Add to the Gram and to the cross moments; δ comes in parts, as its outputs have to."""
+        add_lower_triangle(self.gram, weighted, student)
+        for part in delta:
+            if self.cross is not None:
+                add_product(self.cross, part, weighted)
+        for name, weight in self._narrow.items():
+            outputs = delta[0] @ weight.T
+            for part in delta[1:]:
+                outputs.addmm_(part, weight.T)
+            for part in parts(outputs):
+                add_product(self.narrow_cross[name], part, weighted)
+
+    def _crosses(self) -> list[Tensor]:
+        return [*self.narrow_cross.values()] if self.cross is None else [self.cross]
 
 
 class InputFeatures:
@@ -202,11 +271,14 @@ class InputFeatures:
     def add_gram(self, total: Tensor, factor: float) -> None:
         """See `TaskInput.add_gram`."""
         x = self.student.float()
-        _add_lower_triangle(total, x * self.weights[:, None], x, factor)
+        add_lower_triangle(total, x * self.weights[:, None], x, factor)
 
-    def answer(self, name: str, rows: slice, gap: Tensor, expert: Tensor, alpha: float) -> Tensor:
-        """See `TaskInput.answer`."""
-        return (self.outputs(gap, expert, alpha) * self.weights[:, None]).T @ self.student.float()
+    def add_answer(
+        self, total: Tensor, factor: float, name: str, rows: slice, gap: Tensor, expert: Tensor, alpha: float
+    ) -> None:
+        """See `TaskInput.add_answer`."""
+        outputs = self.outputs(gap, expert, alpha).mul_(self.weights[:, None])
+        total.addmm_(outputs.T, self.student.float(), alpha=factor)
 
     def outputs(self, gap: Tensor, expert: Tensor, alpha: float) -> Tensor:
         """(W_i - A) x_t + α W_i δ_t, shape (tokens, rows), for the weights' rows given."""
@@ -246,15 +318,5 @@ class NormMoments:
         return bool(self.mean.isfinite().all() and self.square.isfinite().all())
 
 
-def _add_lower_triangle(gram: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
-    for start in range(0, len(gram), TRIANGLE_ROWS):
-        end = min(start + TRIANGLE_ROWS, len(gram))
-        gram[start:end, :end].addmm_(left[:, start:end].T, right[:, :end], alpha=factor)
-
-
-def _mirror_lower_triangle(gram: Tensor) -> None:
-    for start in range(0, len(gram), TRIANGLE_ROWS):
-        end = min(start + TRIANGLE_ROWS, len(gram))
-        gram[start:end, end:] = gram[end:, start:end].T
-        corner = gram[start:end, start:end]
-        corner.copy_(torch.tril(corner) + torch.tril(corner, -1).T)
+def _all_bfloat16(tensors: Iterable[Tensor]) -> bool:
+    return all(tensor.dtype == torch.bfloat16 for tensor in tensors)

@@ -61,7 +61,7 @@ class WidthRidge:
         moments, omega = self._task
         if name not in self._sides:
             self._sides[name] = self._matrix.new_zeros(height, len(self._matrix))
-        self._sides[name][rows].add_(moments.answer(name, rows, gap, target, alpha), alpha=omega)
+        moments.add_answer(self._sides[name][rows], omega, name, rows, gap, target, alpha)
 
     def end_task(self) -> None:
         """See `Ridge.end_task`."""

@@ -130,7 +130,8 @@ class TaskStreams:
     ) -> TaskMoments:
         """Run the task's tokens through the student's block as it stands and through the expert's block.
 
-        The expert's calibration forwards go on to their next block one after the other, unless this is the last.
+        The student's run ends where every input has been seen. The expert's calibration forwards go on to their next
+        block one after the other; in the `last` block they end like the student's.
         """
         self.before, self.after = DriftMeter(), DriftMeter()
         own, encoder = self.most_tokens(stream)
@@ -138,9 +139,10 @@ class TaskStreams:
         with nullcontext() if last else self.expert.outer():
             for pair in self.calibration:
                 with clock.stage("forwards"):
-                    student_run = run_block_watched(block, self.activations.call(pair.student, device), plan.watched)
+                    student_call = self.activations.call(pair.student, device)
+                    student_run = run_block_watched(block, student_call, plan.watched, whole=False)
                     expert_call = self.activations.call(pair.expert, device)
-                    expert_run = run_block_watched(expert_block, expert_call, plan.watched)
+                    expert_run = run_block_watched(expert_block, expert_call, plan.watched, whole=not last)
                 with clock.stage("moments"):
                     moments.add(student_run, expert_run, block, own_mask(stream, pair.inputs), pair.inputs.tokens)
                 if not last:

@@ -84,8 +84,10 @@ def counted(features: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | 
     tokens_first = _tokens_first(features, weights.shape).reshape(weights.numel(), -1, width)
     flat = weights.flatten()
     keep = flat.nonzero().squeeze(1)
-    rows = tokens_first.index_select(0, keep).reshape(-1, width)
-    kept = flat.index_select(0, keep)
+    if len(keep) == len(flat):
+        rows, kept = tokens_first.reshape(-1, width), flat
+    else:
+        rows, kept = tokens_first.index_select(0, keep).reshape(-1, width), flat.index_select(0, keep)
     if bool((kept == 1).all()):
         return rows, None
     return rows, kept.repeat_interleave(tokens_first.shape[1])

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from featcal_hf.moments import (
     FEW_TOKENS,
-    TRIANGLE_ROWS,
     InputFeatures,
     InputMoments,
     NormMoments,
@@ -18,6 +17,7 @@ from featcal_hf.moments import (
     frobenius,
     task_input,
 )
+from featcal_hf.products import TRIANGLE_ROWS
 
 CPU = torch.device("cpu")
 TOKENS, WIDTH, OUT = 40, 12, 5
@@ -45,7 +45,7 @@ class Sample:
     def moments(self, kind: str, splits: Iterable[int] = (TOKENS,)) -> TaskInput:
         width = self.student.shape[1]
         narrow = {"module": self.module} if kind == "narrow" else {}
-        moments = InputFeatures(width, CPU) if kind == "features" else InputMoments(width, narrow, CPU)
+        moments = InputFeatures(width, CPU) if kind == "features" else InputMoments(width, TOKENS, narrow, CPU)
         start = 0
         for size in splits:
             rows = slice(start, start + size)
@@ -64,6 +64,12 @@ def gram_of(moments: TaskInput, width: int) -> Tensor:
     lower = torch.zeros(width, width)
     moments.add_gram(lower, 1.0)
     return torch.tril(lower) + torch.tril(lower, -1).T
+
+
+def answer_of(moments: TaskInput, rows: slice, gap: Tensor, expert: Tensor, alpha: float) -> Tensor:
+    total = torch.zeros_like(gap)
+    moments.add_answer(total, 1.0, "module", rows, gap, expert, alpha)
+    return total
 
 
 def close(ours: Tensor | float, exact: Tensor | float, tolerance: float = 2e-6) -> None:
@@ -92,7 +98,7 @@ def test_the_answer_is_the_gap_times_the_gram_and_alpha_times_the_cross_moment(
 ) -> None:
     sample = Sample(weighted)
     gap, expert = sample.gap()[rows], sample.module[rows]
-    answer = sample.moments(kind).answer("module", rows, gap, expert, 0.3)
+    answer = answer_of(sample.moments(kind), rows, gap, expert, 0.3)
     close(answer, gap.double() @ sample.gram + 0.3 * expert.double() @ sample.cross)
 
 
@@ -100,7 +106,7 @@ def test_the_answer_is_the_gap_times_the_gram_and_alpha_times_the_cross_moment(
 def test_an_answer_does_not_change_the_moments(kind: str) -> None:
     sample = Sample(True)
     moments = sample.moments(kind)
-    first, second = (moments.answer("module", slice(0, OUT), sample.gap(), sample.module, 0.3) for _ in range(2))
+    first, second = (answer_of(moments, slice(0, OUT), sample.gap(), sample.module, 0.3) for _ in range(2))
     assert torch.equal(first, second)
     close(gram_of(moments, WIDTH), sample.gram)
 
@@ -112,24 +118,24 @@ def test_how_tokens_are_split_into_batches_does_not_matter(kind: str) -> None:
     close(parts.tokens, whole.tokens)
     close(parts.shift, whole.shift)
     close(gram_of(parts, WIDTH), gram_of(whole, WIDTH))
-    answers = [moments.answer("module", slice(0, OUT), sample.gap(), sample.module, 1.0) for moments in (whole, parts)]
+    answers = [answer_of(moments, slice(0, OUT), sample.gap(), sample.module, 1.0) for moments in (whole, parts)]
     close(answers[1], answers[0])
 
 
 @pytest.mark.parametrize("rows", [1, 5, WIDTH - 1, WIDTH])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gram_wider_than_one_triangle_block_is_whole(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featcal_hf.moments.TRIANGLE_ROWS", rows)
+    monkeypatch.setattr("featcal_hf.products.TRIANGLE_ROWS", rows)
     sample = Sample(True)
     moments = sample.moments(kind)
     close(gram_of(moments, WIDTH), sample.gram)
     gap = sample.gap()
-    close(moments.answer("module", slice(0, OUT), gap, sample.module, 0.0), gap.double() @ sample.gram)
+    close(answer_of(moments, slice(0, OUT), gap, sample.module, 0.0), gap.double() @ sample.gram)
 
 
 def test_a_gram_wider_than_the_real_triangle_block_is_symmetric_to_the_last_bit() -> None:
     width = TRIANGLE_ROWS + 5
-    moments = InputMoments(width, {}, CPU)
+    moments = InputMoments(width, 30, {}, CPU)
     x = torch.randn(30, width, generator=torch.Generator().manual_seed(0))
     moments.add(x, x, None)
     moments.average()
@@ -148,7 +154,7 @@ def test_equal_features_give_a_cross_moment_and_a_shift_of_exactly_zero(kind: st
     sample.expert = sample.student.clone()
     moments = sample.moments(kind)
     assert not moments.shift.any()
-    assert not moments.answer("module", slice(0, OUT), torch.zeros(OUT, WIDTH), sample.module, 1.0).any()
+    assert not answer_of(moments, slice(0, OUT), torch.zeros(OUT, WIDTH), sample.module, 1.0).any()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -34,7 +34,11 @@ class Problem:
 
     def moments(self, task: int, kind: str) -> TaskInput:
         narrow = {"module": self.experts[task].weight} if kind == "narrow" else {}
-        moments = InputFeatures(WIDTH, CPU) if kind in ("features", "few tokens") else InputMoments(WIDTH, narrow, CPU)
+        moments = (
+            InputFeatures(WIDTH, CPU)
+            if kind in ("features", "few tokens")
+            else InputMoments(WIDTH, TOKENS, narrow, CPU)
+        )
         moments.add(self.students[task], self.targets[task], None)
         moments.average()
         return moments
@@ -151,7 +155,7 @@ def test_features_that_are_all_zero_leave_the_anchor() -> None:
 
 def near_singular(width: int = 256, rank: int = 3) -> tuple[InputMoments, Tensor]:
     """Moments of rank 3: with a tiny ridge, positive definite in float64 and not in float32."""
-    moments = InputMoments(width, {}, CPU)
+    moments = InputMoments(width, rank, {}, CPU)
     features = torch.randn(rank, width, generator=torch.Generator().manual_seed(0))
     moments.add(features, features, None)
     moments.average()
@@ -172,7 +176,8 @@ def test_a_gram_that_float32_can_not_factor_is_factored_in_float64() -> None:
     system.factor("block.module")
     solved = system.solve("module", merged, None).weight
     # Such a system's solution is mostly rounding of its right-hand side, so it is the equation that is checked.
-    side = omega * moments.answer("module", slice(0, 4), expert.weight - merged.weight, expert.weight, 0.0)
+    side = torch.zeros(4, 256)
+    moments.add_answer(side, omega, "module", slice(0, 4), expert.weight - merged.weight, expert.weight, 0.0)
     left = (solved.double() - merged.weight.double()) @ regularised.double()
     assert solved.dtype == torch.float32
     assert float((left - side.double()).norm() / side.double().norm()) < 1e-6
