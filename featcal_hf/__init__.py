@@ -1,9 +1,10 @@
 """FeatCal for the Hugging Face workflow: repair a merged model's features, block by block, in closed form."""
 
 from featcal_hf.card import CardReport, write_card
-from featcal_hf.errors import CardError, CheckpointError, DataError, FeatCalError, RecipeError, SolveError
+from featcal_hf.errors import CardError, CheckpointError, DataError, FeatCalError, HubError, RecipeError, SolveError
 from featcal_hf.eval_report import EvalReport
 from featcal_hf.evaluation import evaluate
+from featcal_hf.hub import PushReport, push
 from featcal_hf.in_memory import CalibrationReport, calibrate_model
 from featcal_hf.merge import MergeReport, merge
 from featcal_hf.recipe import Settings
@@ -19,7 +20,9 @@ __all__ = [
     "DataError",
     "EvalReport",
     "FeatCalError",
+    "HubError",
     "MergeReport",
+    "PushReport",
     "RecipeError",
     "RunReport",
     "Settings",
@@ -29,5 +32,6 @@ __all__ = [
     "calibrate_model",
     "evaluate",
     "merge",
+    "push",
     "write_card",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -19,6 +20,7 @@ from featcal_hf.card_usage import code_of, usage_of
 from featcal_hf.errors import CardError
 from featcal_hf.parents import CARD, Parent
 from featcal_hf.readme import filled, is_mergekits, is_ours, kept_blocks, metadata_of, model_id_of, place
+from featcal_hf.recipe import CardSpec
 from featcal_hf.save import write_text
 
 BESIDE = "featcal_card.md"
@@ -87,7 +89,7 @@ def write_card(
         notes.append(f"the card names no licence, because nothing is known of {unknown}; add `license:` to name one")
     text = render_card(folder, license, _template(template), before, name=name, repo_id=repo_id)
     check_card(text, str(path))
-    _write(path, text)
+    write_text_as(path, text)
     return CardReport(path, notes)
 
 
@@ -129,6 +131,24 @@ def render_card(
             f"the card's template can't be rendered ({error}); mend it, or leave --template out."
         ) from error
     return filled(re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n", kept_blocks(before))
+
+
+def check_license(given: CardSpec, parents: Sequence[Parent]) -> None:
+    """Refuse a run whose model is to be shared while its licence is open.
+
+    Raises:
+        CardError: names the parents' licences.
+    """
+    question = decide_license(License(given.license), parents).question
+    if question is not None:
+        raise CardError(f"{question}; read them, decide, and add `license:` to the recipe's featcal section.")
+
+
+def open_question(model_dir: Path, card: str) -> str | None:
+    """What a person has to decide before a card without a licence is shared; None where nothing is open."""
+    if metadata_of(card).get("license"):
+        return None
+    return decide_license(License(), read_folder(model_dir).parents).question
 
 
 def default_template() -> str:
@@ -231,7 +251,12 @@ def _read(path: Path) -> str | None:
         ) from error
 
 
-def _write(path: Path, text: str) -> None:
+def write_text_as(path: Path, text: str) -> None:
+    """Write a card in one step: a reader finds the old one or the new one.
+
+    Raises:
+        CardError: it can't be written.
+    """
     new = path.with_name(f".{path.name}.new")
     try:
         write_text(new, text)

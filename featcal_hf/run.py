@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 
 from featcal_hf.activations import activations
 from featcal_hf.calibrate import BlockReport, OnStep, calibrate_blocks
-from featcal_hf.card import CardReport, write_card
+from featcal_hf.card import CardReport, check_license, write_card
 from featcal_hf.checkpoint import check_finite
 from featcal_hf.compare import Models, open_models, streamed_of
 from featcal_hf.data import TaskData, load_task
-from featcal_hf.errors import CheckpointError
+from featcal_hf.errors import CheckpointError, HubError
+from featcal_hf.hub import PushReport, check_before_run, push
 from featcal_hf.mapping import check_mapping, locate_dataset
 from featcal_hf.modules import linear_names, norms_of
 from featcal_hf.parents import Parent, describe_parents
@@ -76,6 +77,7 @@ class RunReport:
         parents: what the merge is made of, for its card.
         random_seed: given in place of the tasks' own.
         card: what became of the model card; None without one.
+        pushed: where the model was pushed to; None if it wasn't.
     """
 
     recipe: Recipe
@@ -87,6 +89,7 @@ class RunReport:
     parents: list[Parent]
     random_seed: int | None
     card: CardReport | None = None
+    pushed: PushReport | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-able values."""
@@ -191,6 +194,7 @@ def calibrate(
     mapping: Mapping[str, str] | None = None,
     write_model_card: bool = True,
     activation_memory: int | None = None,
+    push_to_hub: str | None = None,
     on_stage: OnStage = lambda stage: None,
     on_prepared: Callable[[Prepared], None] = lambda prepared: None,
     on_step: OnStep = lambda step: None,
@@ -210,6 +214,7 @@ def calibrate(
         write_model_card: write the model card as README.md once the weights are there; see `write_card`.
         activation_memory: bytes of the rows' features that may wait in memory between blocks; the rest waits in
             files beside the unfinished weights. None for half of the memory that is free. The result is the same.
+        push_to_hub: push the result to this repository on the Hub at the end; see `push`.
         on_stage: called with the name of each stage of preparation.
         on_prepared: called once everything has been checked.
         on_step: called before each step, see `Step`.
@@ -222,9 +227,13 @@ def calibrate(
         CheckpointError: a model is missing, incomplete, damaged or doesn't fit; the disk is full.
         DataError: a task's examples can't be read or turned into inputs.
         SolveError: a module has no finite solution. In all these cases the merged model is as it was.
-        CardError: the model is calibrated, but its card can't be written.
+        CardError: the model is calibrated, but its card can't be written; or its licence is open, and it was to be
+            pushed.
+        HubError: what stops a push was found before the run; or the model is calibrated, but wasn't pushed.
     """
     started = time.perf_counter()
+    if push_to_hub is not None:
+        _check_push(push_to_hub, write_model_card)
     if Path(model_dir).is_dir():
         finish_swap(Path(model_dir))
     prepared = prepare(
@@ -237,6 +246,8 @@ def calibrate(
         mapping=mapping,
         on_stage=on_stage,
     )
+    if push_to_hub is not None:
+        check_license(prepared.recipe.card, describe_parents(prepared.recipe, prepared.models))
     on_prepared(prepared)
     report = calibrate_prepared(
         prepared,
@@ -246,9 +257,19 @@ def calibrate(
         started,
         activation_memory,
     )
+    target = output if output is not None else model_dir
+    if write_model_card:
+        report = replace(report, card=write_card(target, repo_id=push_to_hub))
+    if push_to_hub is not None:
+        report = replace(report, pushed=push(target, push_to_hub, on_stage=on_stage))
+    return report
+
+
+def _check_push(repo_id: str, write_model_card: bool) -> None:
+    """Find what would stop a push before the run, as far as it can be known."""
     if not write_model_card:
-        return report
-    return replace(report, card=write_card(output if output is not None else model_dir))
+        raise HubError("a model is pushed with its card; leave --no-write-model-card out.")
+    check_before_run(repo_id)
 
 
 def calibrate_prepared(

@@ -15,6 +15,7 @@ from featcal_hf.commands.options import (
     open_console,
     options,
     show_notes,
+    show_push,
     stages,
     usable_device,
 )
@@ -33,6 +34,7 @@ from featcal_hf.summary import show_plan, show_result
             default=True,
             help="Write README.md, the model card, at the end.",
         ),
+        click.option("--push-to-hub", metavar="REPO_ID", help="Push the result to this repository on the Hub."),
         *COMPUTING,
         *PARKING,
     ]
@@ -48,6 +50,7 @@ def calibrate_command(
     verbosity: int,
     quiet: bool,
     write_model_card: bool,
+    push_to_hub: str | None,
     device: str | None,
     cuda: bool,
     num_threads: int | None,
@@ -76,6 +79,7 @@ def calibrate_command(
             mapping=read_mapping(mapped),
             write_model_card=write_model_card,
             activation_memory=activation_memory,
+            push_to_hub=push_to_hub,
             on_stage=stages(console, quiet),
             on_prepared=show,
             on_step=on_step,
@@ -84,6 +88,8 @@ def calibrate_command(
         show_result(console, report)
         show_notes(console, report.card.notes if report.card is not None else [])
         console.print(f"Wrote {output or model_dir}", highlight=False, soft_wrap=True)
+    if report.pushed is not None:
+        show_push(console, report.pushed, quiet)
 
 
 @click.command("check")

@@ -14,6 +14,8 @@ import datasets
 import torch
 from rich.console import Console
 
+from featcal_hf.hub import PushReport
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -119,6 +121,17 @@ def show_notes(console: Console, notes: Iterable[str]) -> None:
     """Print what a person should know or decide, a line each."""
     for note in notes:
         console.print(f"note: {note}", highlight=False, soft_wrap=True)
+
+
+def show_push(console: Console, report: PushReport, quiet: bool) -> None:
+    """Print where a model is now, and what of it stayed here."""
+    if quiet:
+        return
+    if report.cleaned:
+        show_notes(console, [f"local paths were replaced in {', '.join(report.cleaned)}"])
+    if report.left_out:
+        show_notes(console, [f"stayed here: {', '.join(report.left_out)}"])
+    console.print(f"Pushed {report.url}", highlight=False, soft_wrap=True)
 
 
 def usable_device(device: str | None, cuda: bool) -> str:
