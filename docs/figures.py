@@ -184,9 +184,10 @@ def lambda_figure(lines: Lines) -> Figure:
     figure, axes = panels(WIDE, 2, 2.9, columns=2)
     for axis, samples in zip(axes, (4, 64), strict=True):
         chosen = [line for line in lines if line["axis"] == "lambda" and line["samples"] == samples]
-        for scale, color in (("frobenius", MERGED), ("trace", EXPERT)):
-            fixed = [line for line in chosen if line["settings"].get("scale") == scale]
-            curve(axis, fixed, lambda line: float(line["settings"]["lambda"]), color, f"fixed λ, scale {scale}")
+        for scale, rho, color in (("frobenius", 2, MERGED), ("trace", 2, EXPERT), ("trace", 1, FAINT)):
+            wanted = {"scale": scale, "rho": rho}
+            fixed = [line for line in chosen if wanted.items() <= line["settings"].items()]
+            curve(axis, fixed, lambda line: float(line["settings"]["lambda"]), color, f"scale {scale}, rho {rho}")
         (adaptive,) = (line for line in chosen if not line["settings"])
         axis.axhline(
             mean(adaptive), color=CALIBRATED, linewidth=1.8, linestyle=(0, (4, 2)), label="adaptive (no lambda)"
@@ -199,12 +200,17 @@ def lambda_figure(lines: Lines) -> Figure:
 
 
 def blend_figure(lines: Lines) -> Figure:
-    """Recovered gap against ρ and α, at two merge weights."""
+    """Recovered gap against ρ and α, for few and many rows and at two merge weights."""
     figure, axes = panels(WIDE, 2, 2.9, columns=2)
+    looks = {(64, 1.0): CALIBRATED, (4, 1.0): MERGED, (64, 0.3): EXPERT, (4, 0.3): FAINT}
     for axis, key in zip(axes, ("rho", "alpha"), strict=True):
-        for weight, color in ((1.0, CALIBRATED), (0.3, EXPERT)):
-            chosen = [line for line in lines if line["axis"] == key and line["weight"] == weight]
-            curve(axis, chosen, lambda line, key=key: float(line["settings"][key]), color, f"merge weight {weight:g}")
+        for (samples, weight), color in looks.items():
+            chosen = [
+                line for line in lines if line["axis"] == key and (line["samples"], line["weight"]) == (samples, weight)
+            ]
+            if chosen:
+                name = f"{samples} rows, merge weight {weight:g}"
+                curve(axis, chosen, lambda line, key=key: float(line["settings"][key]), color, name)
         title(axis, WIDE, key)
         finish(axis, key)
     axes[0].set_ylabel("gap recovered", fontsize=9, color=INK)
@@ -219,7 +225,7 @@ def samples_figure(lines: Lines) -> Figure:
     chosen = [line for line in lines if line["axis"] == "samples"]
     curve(axis, chosen, lambda line: float(line["samples"]), CALIBRATED, "adaptive")
     axis.set_xscale("log", base=2)
-    axis.set_xticks([1, 2, 4, 8, 16, 32, 64, 128], labels=["1", "2", "4", "8", "16", "32", "64", "128"])
+    axis.set_xticks([1, 4, 16, 64, 128], labels=["1", "4", "16", "64", "128"])
     finish(axis, "rows of 128 tokens, per task")
     axis.set_ylabel("gap recovered", fontsize=9, color=INK)
     return figure
