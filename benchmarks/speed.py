@@ -31,6 +31,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from transformers.utils import logging
 
 from featcal_hf import save, streams
+from featcal_hf.activations import activations
 from featcal_hf.calibrate import calibrate_blocks
 from featcal_hf.checkpoint import open_checkpoint
 from featcal_hf.forward import ParkedForward
@@ -263,7 +264,7 @@ def ours(folder: Path, shape: Shape, dtype: torch.dtype) -> Timing:
         images = pixels(shape, dtype)
         started = now()
         student = _streamed(folder / "merged")
-        with work_folder(folder / "ours.work") as work:
+        with work_folder(folder / "ours.work") as work, activations(2**34, work / "activations") as held:
             writer = open_writer(student.checkpoint, list(student.checkpoint.tensors), work)
             calibrate_blocks(
                 student,
@@ -271,6 +272,7 @@ def ours(folder: Path, shape: Shape, dtype: torch.dtype) -> Timing:
                 [_task(folder, name, batches) for name, batches in images.items()],
                 Settings(lambda_=LAMBDA, rho=RHO, alpha=ALPHA).resolved(True),
                 device=torch.device("cpu"),
+                activations=held,
                 write=lambda path, new: writer.write({student.source_of(path, name): v for name, v in new.items()}),
                 on_step=lambda step: None,
             )

@@ -204,7 +204,8 @@ def _calibrate_block(
             for part, task in enumerate(streams):
                 on_step(Step(path, place.number, place.blocks, task.name, part, steps))
                 with clock.loading(task.expert.block(path, device)) as expert_block:
-                    moments = task.collect(plan, block, expert_block, stream, device, clock, place.is_last)
+                    moments = systems.start_task(expert_block, *task.most_tokens(stream))
+                    task.collect(moments, block, expert_block, stream, device, clock, place.is_last)
                     with clock.stage("moments"):
                         moments.average(f"task {task.name}, {path}")
                     with clock.stage("solve"):

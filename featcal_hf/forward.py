@@ -9,9 +9,9 @@ true execution order is found rather than configured.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -246,10 +246,17 @@ def without_loss(model: PreTrainedModel, inputs: ForwardInputs) -> ForwardInputs
 
 @dataclass(frozen=True)
 class BlockRun:
-    """One run of a block: its output, None if it was ended early, and each module's inputs in order of its calls."""
+    """One run of a block, and what its modules were seen to read and write, in the order of their calls.
+
+    Attributes:
+        output: the block's output; None if the run was ended early.
+        module_inputs: path of a module -> its inputs.
+        module_outputs: the same for outputs, of the modules that were asked for.
+    """
 
     output: Any
     module_inputs: dict[str, list[Tensor]]
+    module_outputs: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
 def run_block(block: nn.Module, call: Call) -> Any:
@@ -257,28 +264,41 @@ def run_block(block: nn.Module, call: Call) -> Any:
     return block(*call.args, **call.kwargs)
 
 
-def run_block_watched(block: nn.Module, call: Call, names: list[str], whole: bool = True) -> BlockRun:
-    """The block's output for a call, and the input of each of the named modules.
+def run_block_watched(
+    block: nn.Module, call: Call, names: list[str], written: Collection[str] = (), whole: bool = True
+) -> BlockRun:
+    """The block's output for a call, the input of each of the named modules, and the output of those in `written`.
 
-    Without `whole` the run ends where the last of the modules has been given its input, and has no output.
+    Without `whole` the run ends where everything has been seen, and has no output.
     """
-    seen: dict[str, list[Tensor]] = {name: [] for name in names}
-    unseen = set(names)
+    inputs: dict[str, list[Tensor]] = {name: [] for name in names}
+    outputs: dict[str, list[Tensor]] = {name: [] for name in written}
 
-    def watch(name: str) -> Callable[..., None]:
+    def see(seen: list[Tensor], value: Tensor) -> None:
+        seen.append(value)
+        if not whole and all((*inputs.values(), *outputs.values())):
+            raise _EverythingSeen
+
+    def watch_input(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen[name].append(args[0] if args else next(iter(kwargs.values())))
-            unseen.discard(name)
-            if not unseen and not whole:
-                raise _EverythingSeen
+            see(inputs[name], args[0] if args else next(iter(kwargs.values())))
 
         return hook
 
-    handles = [block.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True) for name in names]
+    def watch_output(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            see(outputs[name], output)
+
+        return hook
+
+    handles = [
+        block.get_submodule(name).register_forward_pre_hook(watch_input(name), with_kwargs=True) for name in names
+    ]
+    handles += [block.get_submodule(name).register_forward_hook(watch_output(name)) for name in written]
     try:
-        return BlockRun(run_block(block, call), seen)
+        return BlockRun(run_block(block, call), inputs, outputs)
     except _EverythingSeen:
-        return BlockRun(None, seen)
+        return BlockRun(None, inputs, outputs)
     finally:
         for handle in handles:
             handle.remove()

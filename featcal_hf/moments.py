@@ -14,7 +14,9 @@ zero where the student computes what the expert does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -34,6 +36,29 @@ FEW_TOKENS = 0.75
 FEW_TOKENS_OF_ALL = 0.2
 
 
+NO_OUTPUTS: Mapping[str, Tensor] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class NarrowModule:
+    """A module with fewer outputs than inputs, in float32, whose answer is summed up over tokens instead of W_i D.
+
+    The answer is Σ w u xᵀ with u = (W_i - A) x + α W_i δ = [(1-α) W_i - A] x + α W_i x^exp. The expert's forward has
+    W_i x^exp, so this takes half of the work; it is as precise, as each token's rounding is its own.
+
+    Attributes:
+        weight: W_i (d_out, d_in).
+        bias: what the expert adds to W_i x^exp, (d_out,) or None.
+        gap: makes W_i - A.
+        alpha: α.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    gap: Callable[[], Tensor]
+    alpha: float
+
+
 class TaskInput(Protocol):
     """One task's moments of one input, whichever way they are kept."""
 
@@ -41,8 +66,18 @@ class TaskInput(Protocol):
     mean: Tensor
     shift: Tensor
 
-    def add(self, student: Tensor, expert: Tensor, weights: Tensor | None) -> None:
-        """Add a batch: features (tokens, d_in) of the tokens that count, and their weights (tokens,)."""
+    def add(
+        self,
+        student: Tensor,
+        expert: Tensor,
+        weights: Tensor | None,
+        outputs: Mapping[str, Tensor] = NO_OUTPUTS,
+    ) -> None:
+        """Add a batch: features (tokens, d_in) of the tokens that count, and their weights (tokens,).
+
+        Args:
+            outputs: what the expert's module wrote (tokens, d_out), for each `NarrowModule`.
+        """
         ...
 
     def average(self) -> None:
@@ -80,7 +115,7 @@ def frobenius(matrix: Tensor) -> float:
     return float(torch.linalg.vector_norm(torch.linalg.vector_norm(matrix, dim=-1)))
 
 
-def task_input(width: int, tokens: int, narrow: dict[str, Tensor], device: torch.device) -> TaskInput:
+def task_input(width: int, tokens: int, narrow: Mapping[str, Tensor | NarrowModule], device: torch.device) -> TaskInput:
     """The cheaper way to keep a task's moments: its features while they are fewer than a Gram, else the Gram.
 
     Args:
@@ -117,32 +152,54 @@ class InputMoments:
     Args:
         width: d_in.
         tokens: the tokens that will be added, at most.
-        narrow: expert weights (d_out, d_in) of the modules that read this input, when together they have fewer
-            outputs than inputs: W_i D is then smaller and cheaper than D. Empty to keep D itself.
+        narrow: the modules that read this input, when together they have fewer outputs than inputs: expert weights
+            (d_out, d_in), for which W_i D is kept as it is smaller and cheaper than D; or with more known of them,
+            their answers. Empty to keep D itself.
         device: where the moments live.
     """
 
-    def __init__(self, width: int, tokens: int, narrow: dict[str, Tensor], device: torch.device) -> None:
+    def __init__(
+        self, width: int, tokens: int, narrow: Mapping[str, Tensor | NarrowModule], device: torch.device
+    ) -> None:
         self.tokens = 0.0
         self.gram = torch.zeros(width, width, device=device)
         self.mean = torch.zeros(width, device=device)
         self.shift = torch.zeros(width, device=device)
         self.cross = None if narrow else torch.zeros(width, width, device=device)
-        self._narrow = {name: weight.to(device, torch.float32) for name, weight in narrow.items()}
+        self._narrow = {
+            name: module.to(device, torch.float32) for name, module in narrow.items() if isinstance(module, Tensor)
+        }
         self.narrow_cross = {name: torch.zeros_like(weight) for name, weight in self._narrow.items()}
         rows = max(1, min(tokens, GATHERED_ROWS))
+        self._answers = {
+            name: _NarrowAnswer(module, rows, device)
+            for name, module in narrow.items()
+            if isinstance(module, NarrowModule)
+        }
         self._student, self._delta = (torch.empty(rows, width, device=device) for _ in range(2))
         self._weights = torch.ones(rows, device=device)
         self._rows = 0
         self._alike = self._exact = True
-        self._can_be_exact = multiplies_bfloat16(device) and _all_bfloat16(narrow.values())
+        self._can_be_exact = (
+            multiplies_bfloat16(device)
+            and not self._answers
+            and _all_bfloat16(module for module in narrow.values() if isinstance(module, Tensor))
+        )
 
-    def add(self, student: Tensor, expert: Tensor, weights: Tensor | None) -> None:
+    def add(
+        self,
+        student: Tensor,
+        expert: Tensor,
+        weights: Tensor | None,
+        outputs: Mapping[str, Tensor] = NO_OUTPUTS,
+    ) -> None:
         """See `TaskInput.add`."""
         self.tokens += float(len(student) if weights is None else weights.sum())
         start = 0
         while start < len(student):
             end = start + min(len(student) - start, len(self._student) - self._rows)
+            for name, answer in self._answers.items():
+                answer.gather(self._rows, outputs[name][start:end])
             self._gather(student[start:end], expert[start:end], None if weights is None else weights[start:end])
             if self._rows == len(self._student):
                 self._sum_up()
@@ -153,7 +210,8 @@ class InputMoments:
         if self._rows:
             self._sum_up()
         self._student = self._delta = self._weights = self.mean.new_empty(0)
-        for total in (self.gram, self.mean, self.shift, *self._crosses()):
+        answers = [answer.total for answer in self._answers.values()]
+        for total in (self.gram, self.mean, self.shift, *self._crosses(), *answers):
             total /= self.tokens
         mirror_lower_triangle(self.gram)
 
@@ -173,6 +231,9 @@ class InputMoments:
         self, total: Tensor, factor: float, name: str, rows: slice, gap: Tensor, expert: Tensor, alpha: float
     ) -> None:
         """See `TaskInput.add_answer`."""
+        if name in self._answers:
+            total.add_(self._answers[name].total[rows], alpha=factor)
+            return
         total.addmm_(gap, self.gram, alpha=factor)
         if self.cross is None:
             total.add_(self.narrow_cross[name][rows], alpha=factor * alpha)
@@ -215,6 +276,8 @@ class InputMoments:
     ) -> None:
         """Add to the Gram and to the cross moments; δ comes in parts, as its outputs have to."""
         add_lower_triangle(self.gram, weighted, student)
+        for answer in self._answers.values():
+            answer.sum_up(student, weighted, moved=bool(self._delta[: self._rows].any()))
         for part in delta:
             if self.cross is not None:
                 add_product(self.cross, part, weighted)
@@ -227,6 +290,31 @@ class InputMoments:
 
     def _crosses(self) -> list[Tensor]:
         return [*self.narrow_cross.values()] if self.cross is None else [self.cross]
+
+
+class _NarrowAnswer:
+    """The running answer of one `NarrowModule`; `total` is (d_out, d_in)."""
+
+    def __init__(self, module: NarrowModule, rows: int, device: torch.device) -> None:
+        self.total = torch.zeros(module.weight.shape, device=device)
+        self._module = module
+        self._mixed = module.gap().sub_(module.weight, alpha=module.alpha)
+        self._outputs = torch.empty(rows, len(module.weight), device=device)
+
+    def gather(self, start: int, outputs: Tensor) -> None:
+        """Take the expert's outputs of some tokens, to be summed up from row `start` on."""
+        self._outputs[start : start + len(outputs)] = outputs
+
+    def sum_up(self, student: Tensor, weighted: Tensor, moved: bool) -> None:
+        """Add the tokens gathered; where the expert reads what the student does, W_i - A is all that moves them."""
+        if not moved:
+            add_product(self.total, student @ self._module.gap().T, weighted)
+            return
+        outputs = self._outputs[: len(student)]
+        if self._module.bias is not None:
+            outputs -= self._module.bias
+        outputs.mul_(self._module.alpha).addmm_(student, self._mixed.T)
+        add_product(self.total, outputs, weighted)
 
 
 class InputFeatures:
@@ -244,7 +332,13 @@ class InputFeatures:
         self.weights = torch.zeros(0, device=device)
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def add(self, student: Tensor, expert: Tensor, weights: Tensor | None) -> None:
+    def add(
+        self,
+        student: Tensor,
+        expert: Tensor,
+        weights: Tensor | None,
+        outputs: Mapping[str, Tensor] = NO_OUTPUTS,
+    ) -> None:
         """See `TaskInput.add`."""
         w = torch.ones(len(student), device=student.device) if weights is None else weights
         self.tokens += float(w.sum())

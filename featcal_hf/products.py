@@ -41,9 +41,12 @@ def mirror_lower_triangle(total: Tensor) -> None:
 
 
 def halves(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Float32 numbers as a sum of two that bfloat16 can hold, exact to 2⁻¹⁷ of each number."""
-    high = numbers.bfloat16()
-    return high.float(), (numbers - high).bfloat16().float()
+    """Float32 numbers as a sum of two, the first exact in bfloat16; with the second rounded to it, to 2⁻¹⁷ of each.
+
+    The second takes the place of the numbers.
+    """
+    high = numbers.bfloat16().float()
+    return high, numbers.sub_(high)
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

@@ -116,7 +116,7 @@ class InputSystem:
             self._bias_residuals[name] = torch.zeros(height, device=self.device)
         for rows in _row_chunks(merged.weight):
             target = expert.weight[rows].to(self.device).float()
-            gap = _gap_rows(target, merged, base, rows, self.rho)
+            gap = gap_rows(target, merged, base, rows, self.rho)
             self._ridge.add_answer(name, height, rows, gap, target, self.alpha)
             bias_answer = gap @ moments.mean + self.alpha * (target @ moments.shift)
             self._bias_residuals[name][rows].add_(bias_answer, alpha=omega)
@@ -217,8 +217,8 @@ def _anchor_rows(merged: Linear, base: Linear | None, rows: slice, rho: float) -
     return anchor(merged.weight[rows], None if base is None else base.weight[rows], rho)
 
 
-def _gap_rows(target: Tensor, merged: Linear, base: Linear | None, rows: slice, rho: float) -> Tensor:
-    """W_i - A = (W_i - W^merge) - (ρ-1) (W^merge - W^base) for some rows, with no more copies than it needs."""
+def gap_rows(target: Tensor, merged: Linear, base: Linear | None, rows: slice, rho: float) -> Tensor:
+    """W_i - A = (W_i - W^merge) - (ρ-1) (W^merge - W^base) for some rows, in float32; exactly 0 where all agree."""
     start = merged.weight[rows].to(target.device)
     gap = target - start
     if base is None or rho == 1.0:

@@ -25,7 +25,7 @@ from featcal_hf.forward import (
 )
 from featcal_hf.models import BlockModel
 from featcal_hf.stages import StageClock
-from featcal_hf.systems import BlockPlan, TaskMoments
+from featcal_hf.systems import TaskMoments
 from featcal_hf.tokens import own_mask
 
 Batches = Sequence[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]
@@ -120,37 +120,35 @@ class TaskStreams:
 
     def collect(
         self,
-        plan: BlockPlan,
+        moments: TaskMoments,
         block: nn.Module,
         expert_block: nn.Module,
         stream: str,
         device: torch.device,
         clock: StageClock,
         last: bool,
-    ) -> TaskMoments:
-        """Run the task's tokens through the student's block as it stands and through the expert's block.
+    ) -> None:
+        """Add up the task's moments: its tokens through the student's block as it stands and through the expert's.
 
         The student's run ends where every input has been seen. The expert's calibration forwards go on to their next
         block one after the other; in the `last` block they end like the student's.
         """
         self.before, self.after = DriftMeter(), DriftMeter()
-        own, encoder = self.most_tokens(stream)
-        moments = TaskMoments(plan, expert_block, own, encoder, device)
+        watched, written = moments.plan.watched, moments.written
         with nullcontext() if last else self.expert.outer():
             for pair in self.calibration:
                 with clock.stage("forwards"):
                     student_call = self.activations.call(pair.student, device)
-                    student_run = run_block_watched(block, student_call, plan.watched, whole=False)
+                    student_run = run_block_watched(block, student_call, watched, whole=False)
                     expert_call = self.activations.call(pair.expert, device)
-                    expert_run = run_block_watched(expert_block, expert_call, plan.watched, whole=not last)
+                    expert_run = run_block_watched(expert_block, expert_call, watched, written, whole=not last)
                 with clock.stage("moments"):
                     moments.add(student_run, expert_run, block, own_mask(stream, pair.inputs), pair.inputs.tokens)
                 if not last:
                     with clock.stage("forwards"):
                         self._go_on(pair.expert, expert_run.output)
         with clock.stage("drift"):
-            self._measure_before(plan.first_token_read, block, expert_block, stream, device)
-        return moments
+            self._measure_before(moments.plan.first_token_read, block, expert_block, stream, device)
 
     def _measure_before(
         self, first_token_read: bool, block: nn.Module, expert_block: nn.Module, stream: str, device: torch.device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,9 +19,9 @@ from featcal_hf.modules import (
     reads_keys_or_values,
     stored_weight,
 )
-from featcal_hf.moments import NormMoments, TaskInput, few_in_all, task_input
+from featcal_hf.moments import NarrowModule, NormMoments, TaskInput, few_in_all, task_input
 from featcal_hf.recipe import Settings
-from featcal_hf.solve import InputSystem, Linear, NormSystem, anchor, relative_step
+from featcal_hf.solve import InputSystem, Linear, NormSystem, anchor, gap_rows, relative_step
 from featcal_hf.tokens import counted, token_weights
 
 
@@ -131,26 +131,40 @@ class TaskMoments:
 
     Args:
         plan: what the block's modules read.
-        expert: the expert's block.
+        narrow: for each input whose modules together have fewer outputs than inputs, those; see `InputMoments`.
         tokens: the block's own tokens in the task, at most.
         encoder_tokens: the same for what its cross-attention reads.
         device: where the moments live.
     """
 
     def __init__(
-        self, plan: BlockPlan, expert: nn.Module, tokens: int, encoder_tokens: int, device: torch.device
+        self,
+        plan: BlockPlan,
+        narrow: Mapping[InputGroup, Mapping[str, Tensor | NarrowModule]],
+        tokens: int,
+        encoder_tokens: int,
+        device: torch.device,
     ) -> None:
         self.plan = plan
         self.groups = {
             group: task_input(
                 group.width,
                 encoder_tokens if group.reads_encoder else tokens,
-                _narrow_weights(group, expert),
+                narrow.get(group, {}),
                 device,
             )
             for group in plan.groups
         }
         self.norms: dict[Norm, NormMoments] = {}
+        self._written = {
+            group: [name for name, module in modules.items() if isinstance(module, NarrowModule)]
+            for group, modules in narrow.items()
+        }
+
+    @property
+    def written(self) -> list[str]:
+        """Paths of the modules whose outputs are needed of the expert."""
+        return [name for names in self._written.values() for name in names]
 
     def add(
         self,
@@ -177,7 +191,10 @@ class TaskMoments:
                 )
             weights = self._weights(features, group.reads_encoder, group.first_token_read, tokens, encoder_tokens)
             rows, row_weights = counted(features, weights)
-            moments.add(rows, counted(target, weights)[0], row_weights)
+            outputs = {
+                name: counted(expert.module_outputs[name][0], weights)[0] for name in self._written.get(group, ())
+            }
+            moments.add(rows, counted(target, weights)[0], row_weights, outputs)
         for norm in self.plan.norms:
             features = _single(student, (norm.name,))
             weights = self._weights(features, False, self.plan.first_token_read, tokens, encoder_tokens)
@@ -296,6 +313,17 @@ class BlockSystems:
         self._inputs: dict[InputGroup, InputSystem] = {}
         self._norms = {norm: NormSystem(*self._norm_anchor(norm), settings.lambda_) for norm in plan.norms}
 
+    def start_task(self, expert: nn.Module, tokens: int, encoder_tokens: int) -> TaskMoments:
+        """Empty moments for a task's batches.
+
+        Args:
+            expert: the expert's block.
+            tokens: the block's own tokens in the task, at most.
+            encoder_tokens: the same for what its cross-attention reads.
+        """
+        narrow = {group: self._narrow_modules(group, expert) for group in self.plan.groups}
+        return TaskMoments(self.plan, narrow, tokens, encoder_tokens, self._device)
+
     def add_task(self, moments: TaskMoments, expert: nn.Module) -> None:
         """Add a task's averaged moments, freeing each as it is used."""
         for group in sorted(self.plan.groups, key=lambda group: -group.width):
@@ -352,6 +380,25 @@ class BlockSystems:
                 self._put(update, f"{norm.name}.bias", beta.to(_dtype(module, "bias")))
         return update
 
+    def _narrow_modules(self, group: InputGroup, expert: nn.Module) -> dict[str, Tensor | NarrowModule]:
+        linears = {name: self._linear(expert, name) for name in group.names}
+        if sum(len(linear.weight) for linear in linears.values()) >= group.width:
+            return {}
+        return {name: self._narrow_module(name, linear.weight, expert) for name, linear in linears.items()}
+
+    def _narrow_module(self, name: str, weight: Tensor, expert: nn.Module) -> Tensor | NarrowModule:
+        """Outputs in less than float32 are rounded: their answers have to come from the inputs."""
+        if weight.dtype != torch.float32:
+            return weight
+        merged, base = self._linears(name)
+        everything = slice(None)
+        return NarrowModule(
+            weight,
+            bias_of(expert.get_submodule(name)),
+            lambda: gap_rows(weight, merged, base, everything, self._rho),
+            self.settings.alpha,
+        )
+
     def _linears(self, name: str) -> tuple[Linear, Linear | None]:
         return self._linear(self.merged, name), None if self.base is None else self._linear(self.base, name)
 
@@ -383,11 +430,6 @@ def _single(run: BlockRun, names: tuple[str, ...]) -> Tensor:
             "changes its way with its input and can't be calibrated."
         )
     return calls[0]
-
-
-def _narrow_weights(group: InputGroup, expert: nn.Module) -> dict[str, Tensor]:
-    weights = {name: linear_weight(expert.get_submodule(name)) for name in group.names}
-    return weights if sum(len(weight) for weight in weights.values()) < group.width else {}
 
 
 def _calls_reason(calls: int) -> str:

@@ -64,10 +64,10 @@ def test_a_product_is_added_to_what_is_there() -> None:
 
 def test_two_halves_hold_a_float32_number_to_17_bits_and_are_bfloat16_numbers() -> None:
     numbers = features(100, 10, 0)
-    high, low = halves(numbers)
-    for half in (high, low):
-        assert torch.equal(half, half.bfloat16().float())
-    assert float(((high + low - numbers) / numbers).abs().max()) <= 2**-17
+    high, low = halves(numbers.clone())
+    assert torch.equal(high, high.bfloat16().float())
+    assert torch.equal(high + low, numbers)
+    assert float(((high + low.bfloat16() - numbers) / numbers).abs().max()) <= 2**-17
     assert not any(half.any() for half in halves(torch.zeros(3)))
 
 

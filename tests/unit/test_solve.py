@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from featcal_hf.errors import SolveError
-from featcal_hf.moments import InputFeatures, InputMoments, NormMoments, TaskInput
+from featcal_hf.moments import InputFeatures, InputMoments, NarrowModule, NormMoments, TaskInput
 from featcal_hf.solve import EPSILON, InputSystem, Linear, NormSystem, anchor, relative_step, task_weight
 
 CPU = torch.device("cpu")
@@ -33,13 +33,19 @@ class Problem:
         self.targets = [x + 0.4 * torch.randn(x.shape, generator=generator) for x in self.students]
 
     def moments(self, task: int, kind: str) -> TaskInput:
-        narrow = {"module": self.experts[task].weight} if kind == "narrow" else {}
+        expert = self.experts[task]
+        narrow: dict[str, Tensor | NarrowModule] = {"module": expert.weight} if kind == "narrow" else {}
+        outputs = {}
+        if kind == "outputs":
+            outputs = {"module": torch.nn.functional.linear(self.targets[task], expert.weight, expert.bias)}
+            start = anchor(self.merged.weight, self.base.weight, RHO)
+            narrow = {"module": NarrowModule(expert.weight, expert.bias, lambda: expert.weight - start, ALPHA)}
         moments = (
             InputFeatures(WIDTH, CPU)
             if kind in ("features", "few tokens")
             else InputMoments(WIDTH, TOKENS, narrow, CPU)
         )
-        moments.add(self.students[task], self.targets[task], None)
+        moments.add(self.students[task], self.targets[task], None, outputs)
         moments.average()
         return moments
 
@@ -88,7 +94,7 @@ def assert_close(ours: Tensor, exact: np.ndarray) -> None:
     assert np.linalg.norm(array(ours) - exact) <= 3e-6 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("kind", ["gram", "narrow", "features", "few tokens"])
+@pytest.mark.parametrize("kind", ["gram", "narrow", "outputs", "features", "few tokens"])
 @pytest.mark.parametrize("scale", ["frobenius", "trace"])
 @pytest.mark.parametrize("lambda_", [0.05, 3.0, None], ids=["small ridge", "large ridge", "adaptive ridge"])
 def test_weight_and_bias_solve_the_papers_equations(lambda_: float | None, scale: str, kind: str) -> None:
@@ -128,12 +134,13 @@ def test_the_solution_is_the_minimum_of_the_papers_objective() -> None:
         assert objective(weight + 1e-3 * torch.randn(weight.shape, generator=generator)) > lowest
 
 
-def test_experts_equal_to_merged_and_base_give_the_merged_parameters_bit_by_bit() -> None:
+@pytest.mark.parametrize("kind", ["gram", "narrow", "outputs", "features"])
+def test_experts_equal_to_merged_and_base_give_the_merged_parameters_bit_by_bit(kind: str) -> None:
     problem = Problem()
     problem.base = problem.merged
     problem.experts = [problem.merged, problem.merged]
     problem.targets = problem.students
-    solved = problem.solve(None, "trace")
+    solved = problem.solve(None, "trace", kind)
     assert torch.equal(solved.weight, problem.merged.weight)
     assert solved.bias is not None
     assert torch.equal(solved.bias, problem.merged.bias)
