@@ -19,7 +19,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp
@@ -46,6 +46,7 @@ SECTIONS: dict[str, dict[str, float]] = {"adaptive": {}, "paper": {"lambda": 1e-
 
 WEIGHTS = (0.3, 0.4, 0.5, 0.7, 1.0)
 FIXED = 0.4
+KINDS = ("full", "lora")
 ALPHAS, RHOS, SWEEP_SAMPLES = (0.3, 0.0, 0.5, 0.8), (2.0, 1.0, 0.5), 16
 
 Losses = dict[str, float]
@@ -72,41 +73,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", type=Path, required=True, help="models, rows and results; what is there is kept")
     parser.add_argument("--sweep", action="store_true", help=f"alpha and rho on validation rows, {SWEEP_SAMPLES} rows")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one after the other, or as many runs")
     parser.add_argument("--table", action="store_true", help="compute nothing")
     arguments = parser.parse_args()
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     work = arguments.work_dir.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    cells = Cells(work / "smollm2.json")
-    worlds = {(kind, seed): World(work, kind, seed, cells) for kind in ("full", "lora") for seed in range(3)}
+    worlds = {(kind, seed): World(work, kind, seed) for kind in KINDS for seed in sorted({0, *arguments.seeds})}
     if not arguments.table:
         if arguments.sweep:
             sweep(worlds["full", 0])
         else:
-            for cell in planned(worlds):
+            for cell in planned(worlds, arguments.kinds, arguments.seeds):
                 worlds[cell.kind, cell.seed].measure(cell)
-    print_tables(cells.values)
+    print_tables({name: value for world in worlds.values() for name, value in world.cells.values.items()})
 
 
-def planned(worlds: dict[tuple[str, int], World]) -> Iterator[Cell]:
-    """All cells, the most telling first: 256 rows and LoRA at the end, since they take longest."""
-    chosen = worlds["full", 0].chosen_weight
-    for seed in range(3):
-        yield Cell("full", seed, chosen, 64, "adaptive")
-        yield Cell("full", seed, chosen, 64, "paper")
-    for samples in (16, 64):
-        for section in SECTIONS:
-            yield Cell("full", 0, FIXED, samples, section)
-    for seed in range(3):
-        for section in SECTIONS:
-            yield Cell("full", seed, chosen, 8, section)
-    yield Cell("full", 0, FIXED, 16, "adaptive", "float32")
-    yield from (Cell("full", 0, chosen, 256, section) for section in SECTIONS)
-    chosen = worlds["lora", 0].chosen_weight
-    for seed in range(3):
-        for section in SECTIONS:
-            yield Cell("lora", seed, chosen, 64, section)
+def planned(worlds: dict[tuple[str, int], World], kinds: Sequence[str], seeds: Sequence[int]) -> Iterator[Cell]:
+    """All cells, the most telling first, what takes longest last; some on the first seed alone."""
+    for kind in kinds:
+        chosen = worlds[kind, 0].chosen_weight
+        for samples in (64, 8):
+            for seed in seeds:
+                for section in SECTIONS:
+                    yield Cell(kind, seed, chosen, samples, section)
+    if "full" in kinds and 0 in seeds:
+        chosen = worlds["full", 0].chosen_weight
+        for samples in (16, 64):
+            for section in SECTIONS:
+                yield Cell("full", 0, FIXED, samples, section)
+        yield Cell("full", 0, FIXED, 16, "adaptive", "float32")
+        yield from (Cell("full", 0, chosen, 256, section) for section in SECTIONS)
 
 
 def sweep(world: World) -> None:
@@ -124,8 +123,9 @@ def sweep(world: World) -> None:
 class World:
     """One kind of experts and one seed: its texts, models and losses, each made when it is needed."""
 
-    def __init__(self, work: Path, kind: str, seed: int, cells: Cells) -> None:
-        self.kind, self.seed, self.cells = kind, seed, cells
+    def __init__(self, work: Path, kind: str, seed: int) -> None:
+        self.kind, self.seed = kind, seed
+        self.cells = Cells(work / f"smollm2-{kind}-{seed}.json")
         self.settings = replace(SETTINGS, seed=seed)
         self.work, self.folder = work, work / f"{kind}-{seed}"
 
@@ -225,7 +225,7 @@ class World:
         """Base, experts, merged and calibrated model on held-out rows."""
         place, dtype = f"{self.kind}/seed {self.seed}", self.settings.dtype
         rows = self.rows("heldout")
-        self.cells.get(f"seed {self.seed}/base", lambda: losses_of(load(self.folder / "base"), rows, dtype))
+        self.cells.get(f"{place}/base", lambda: losses_of(load(self.folder / "base"), rows, dtype))
         self.cells.get(f"{place}/expert", lambda: self.expert_losses(rows))
         merged = f"{place}/at {cell.weight}/{cell.dtype}/merged"
         self.cells.get(merged, lambda: losses_of(load(self.merged(cell.weight, cell.dtype)), rows, dtype))
@@ -274,7 +274,7 @@ def print_tables(cells: dict[str, Any]) -> None:
     for kind in ("full", "lora"):
         own = [name for name in names if name[0] == kind]
         if own:
-            print_row(cells, kind, "", "", "base", {seed: f"{seed}/base" for seed in seeds_of(own)})
+            print_row(cells, kind, "", "", "base", {seed: f"{kind}/{seed}/base" for seed in seeds_of(own)})
             print_row(cells, kind, "", "", "expert", {seed: f"{kind}/{seed}/expert" for seed in seeds_of(own)})
         for at, dtype in sorted({(name[2], name[3]) for name in own}):
             here = [name for name in own if (name[2], name[3]) == (at, dtype)]

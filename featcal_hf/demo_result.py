@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -79,10 +80,12 @@ def show_result(console: Console, result: DemoResult) -> None:
     """Print the held-out losses, what calibration recovered of the gap, the texts, and the time of every step."""
     table = Table(
         "domain",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),  # fits into 80 columns
         title=f"Held-out loss (perplexity); task arithmetic, weight {result.merge_weight:g} for each expert",
         title_justify="left",
     )
-    for column in ("base", "expert", "merged", "calibrated", "gap recovered"):
+    for column in ("base", "expert", "merged", "calibrated", "recovered"):
         table.add_column(column, justify="right")
     for losses in result.domains:
         models_losses = (losses.base, losses.expert, losses.merged, losses.calibrated)
@@ -109,7 +112,13 @@ def show_result(console: Console, result: DemoResult) -> None:
 
 
 def _texts(continuations: tuple[Continuations, ...]) -> Table:
-    table = Table(title="Greedy continuations", title_justify="left", show_lines=True)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title="How they go on, greedily",
+        title_justify="left",
+        show_lines=True,
+    )
     for column in ("prompt", "expert", "merged", "calibrated"):
         table.add_column(column, overflow="fold")
     for texts in continuations:

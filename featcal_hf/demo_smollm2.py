@@ -23,7 +23,11 @@ SETTINGS = DemoSettings(expert_steps=24, expert_rate=3e-4, merge_weight=0.7, dty
 
 SPLIT_ROWS = {"heldout": 64, "validation": 64, "calibration": 320}
 
-PROMPTS = {"python": "def read_lines(path):\n", "unicode": "LATIN SMALL LETTER", "reviews": "这家酒店"}
+PROMPTS = {
+    "python": "def read_lines(path):\n",
+    "unicode": "GREEK SMALL LETTER ALPHA\nGREEK SMALL LETTER BETA\nGREEK SMALL LETTER",
+    "reviews": "这家酒店",
+}
 
 _ROW_CHARACTERS = 560
 """Four characters and more of code or names for each of 128 tokens."""
