@@ -48,13 +48,14 @@ def main() -> None:
         encode=encoder,
         save_rows=save_rows,
         task_keys={"image": "image"},
-        section={"pooled_token": "first"},
+        section={},
         per_class=5,
         steps=100,
         rate=arguments.rate,
         batch=32,
-        test=1000,
-        validation=400,
+        test=600,
+        validation=300,
+        weights=(0.3, 0.4, 0.5, 0.6),
     )
     run(benchmark, arguments)
 
@@ -145,12 +146,12 @@ def save_base(folder: Path, blocks: int) -> None:
 
 
 def encoder(base: Path) -> Encode:
-    """The first token of the last block, normalised, of images as the base's processor makes them."""
+    """The mean over tokens of the last block, normalised, of images as the base's processor makes them."""
     processor = BitImageProcessorPil.from_pretrained(base)
 
     def encode(model: nn.Module, images: Inputs) -> Tensor:
         pixels = processor([Image.fromarray(image).convert("RGB") for image in images], return_tensors="pt")
-        return model(pixels["pixel_values"]).last_hidden_state[:, 0]
+        return model(pixels["pixel_values"]).last_hidden_state.mean(1)
 
     return encode
 

@@ -89,7 +89,7 @@ class Benchmark:
     batch: int
     test: int
     validation: int
-    weights: Sequence[float] = (0.2, 0.3, 0.4, 0.5)
+    weights: Sequence[float]
 
 
 def options(description: str) -> argparse.ArgumentParser:
@@ -294,7 +294,7 @@ def fit_head(features: Tensor, labels: Tensor) -> nn.Linear:
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(head((features - mean) / deviation), labels)
-        loss = loss + 1e-3 * head.weight.square().sum()
+        loss = loss + 0.1 * head.weight.square().sum()
         loss.backward()
         return loss
 
@@ -306,11 +306,12 @@ def fit_head(features: Tensor, labels: Tensor) -> nn.Linear:
 
 
 def fine_tune(model: nn.Module, head: nn.Linear, rows: Rows, encode: Encode, benchmark: Benchmark, seed: int) -> None:
-    """A few AdamW steps of the whole body towards the frozen head, forward and backward in bfloat16."""
+    """A few AdamW steps of the blocks towards the frozen head, forward and backward in bfloat16."""
     torch.manual_seed(seed)
     order = random.Random(seed)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=benchmark.rate, fused=True)
+    model.train().requires_grad_(False)
+    model.encoder.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.encoder.parameters(), lr=benchmark.rate, fused=True)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
     for _ in range(benchmark.steps):
         batch = rows.take(order.sample(range(len(rows.labels)), benchmark.batch))

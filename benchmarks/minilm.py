@@ -81,6 +81,7 @@ def main() -> None:
         batch=16,
         test=500,
         validation=200,
+        weights=(0.3, 0.4, 0.5, 0.6),
     )
     run(benchmark, arguments)
 
