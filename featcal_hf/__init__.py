@@ -8,6 +8,7 @@ from featcal_hf.hub import PushReport, push
 from featcal_hf.in_memory import CalibrationReport, calibrate_model
 from featcal_hf.merge import MergeReport, merge
 from featcal_hf.recipe import Settings
+from featcal_hf.report import report
 from featcal_hf.run import RunReport, calibrate
 
 __version__ = "0.1.0"
@@ -33,5 +34,6 @@ __all__ = [
     "evaluate",
     "merge",
     "push",
+    "report",
     "write_card",
 ]

@@ -17,6 +17,7 @@ from featcal_hf.commands.demo import demo_command
 from featcal_hf.commands.evaluate import eval_command
 from featcal_hf.commands.merge import merge_command
 from featcal_hf.commands.push import push_command
+from featcal_hf.commands.report import report_command
 from featcal_hf.errors import FeatCalError, RecipeError
 
 BAD_RECIPE, FAILED, INTERRUPTED = 2, 1, 130
@@ -39,7 +40,16 @@ class DefaultToCalibrate(click.Group):
 
 @click.group(
     cls=DefaultToCalibrate,
-    commands=[calibrate_command, check_command, eval_command, merge_command, card_command, push_command, demo_command],
+    commands=[
+        calibrate_command,
+        check_command,
+        eval_command,
+        report_command,
+        merge_command,
+        card_command,
+        push_command,
+        demo_command,
+    ],
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, prog_name="featcal-hf")

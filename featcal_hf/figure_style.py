@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from featcal_hf.figure_words import short_names, stacks
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,19 @@ class Look:
     def narrow(self) -> bool:
         """Whether the figure is for a phone."""
         return self.width < 5
+
+
+Style = Literal["-", ":"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a colour means: a line, or a mark where one is given."""
+
+    label: str
+    colour: str
+    marker: str = ""
+    style: Style = "-"
 
 
 WIDE = Look()
@@ -90,24 +107,61 @@ def percents(axis: Axes, top: float) -> None:
     axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0 if top > 0.04 else 1))
 
 
-def stacks(paths: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Blocks that follow each other in one part of the model: its name (empty where there is one) and their places."""
-    found: list[tuple[str, list[int]]] = []
-    for place, path in enumerate(paths):
-        prefix = path.rpartition(".")[0]
-        if not found or found[-1][0] != prefix:
-            found.append((prefix, []))
-        found[-1][1].append(place)
-    if len(found) == 1:
-        return [("", found[0][1])]
-    return [(prefix.split(".")[0].removesuffix("_model"), places) for prefix, places in found]
+def name_rows(axis: Axes, look: Look, names: Sequence[str], remarks: Sequence[str] | None = None) -> None:
+    """A row for each task, its name above the row, so that long names take no width from the numbers."""
+    axis.set_ylim(len(names) - 0.6, -0.75)
+    axis.set_yticks([])
+    axis.grid(axis="x", color=look.palette.grid, linewidth=0.8)
+    for row, name in enumerate(names):
+        remark = remarks[row] if remarks else ""
+        axis.annotate(
+            name + remark,
+            (0, row),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 8),
+            textcoords="offset points",
+            fontsize=8.5,
+            color=look.palette.ink,
+        )
 
 
-def short_names(paths: Sequence[str]) -> list[str]:
-    """A short name for each block: its number, after its part's name where the model has several."""
-    names = [""] * len(paths)
-    for part, places in stacks(paths):
-        for place in places:
-            number = paths[place].rpartition(".")[2]
-            names[place] = f"{part} {number}" if part else number
-    return names
+def key(figure: Figure, look: Look, entries: Sequence[Key], columns: int | None = None) -> None:
+    """The colours' meaning in a line under the figure."""
+    handles = [
+        Line2D(
+            [],
+            [],
+            color=entry.colour,
+            linewidth=0 if entry.marker else 2.2,
+            linestyle=entry.style,
+            marker=entry.marker,
+            markersize=7,
+            label=entry.label,
+        )
+        for entry in entries
+    ]
+    figure.legend(
+        handles=handles,
+        loc="outside lower left",
+        ncols=columns or len(entries),
+        frameon=False,
+        fontsize=9,
+        labelcolor=look.palette.ink,
+        handlelength=1.6,
+        columnspacing=1.4,
+    )
+
+
+def block_axis(axis: Axes, look: Look, paths: Sequence[str]) -> None:
+    """Blocks in forward order; where the model has several parts, each is named under its first block."""
+    parts = stacks(paths)
+    axis.set_xlim(-0.5, len(paths) - 0.5)
+    axis.set_xlabel("block", fontsize=8.5, color=look.palette.faint)
+    if len(parts) == 1:
+        names = short_names(paths)
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+        axis.xaxis.set_major_formatter(lambda x, _: names[int(x)] if 0 <= x < len(names) and x == int(x) else "")
+        return
+    axis.set_xticks([places[0] for _, places in parts], [name for name, _ in parts], ha="left")
+    for _, places in parts[1:]:
+        axis.axvline(places[0] - 0.5, color=look.palette.faint, linewidth=0.8, linestyle=(0, (2, 3)))

@@ -20,13 +20,16 @@ class _Record(BaseModel):
 
 
 class DriftRecord(_Record):
-    """Drift of one task at one block; see `drift.Drift`."""
+    """Drift of one task at one block; see `drift.Drift`. Files of version 0.1.0 lack what may be None."""
 
     drift: float
     relative: float
     mismatch: float
     propagation: float
+    relative_mismatch: float | None = None
+    relative_propagation: float | None = None
     cosine: float
+    cosine_spread: float | None = None
 
 
 class DriftChange(_Record):
@@ -45,6 +48,58 @@ class ModuleRecord(_Record):
     tokens: float
 
 
+class InputRecord(_Record):
+    """What modules were solved over; see `systems.InputUpdate`."""
+
+    modules: list[str]
+    width: int
+    tokens: float
+    condition: float
+    dominance: float
+
+
+class CostRecord(_Record):
+    """What a stage took; see `stages.StageCost`."""
+
+    seconds: float
+    resident_bytes: int | None
+
+
+class FeatureRecord(_Record):
+    """Final features along two axes; see `outcome.FeatureView`."""
+
+    explained: list[float]
+    expert: list[tuple[float, float]]
+    merged: list[tuple[float, float]]
+    calibrated: list[tuple[float, float]]
+
+
+class OutputRecord(_Record):
+    """Distance of outputs from the expert's; see `outcome.OutputDistance`."""
+
+    logit_l2: float | None
+    kl: float | None
+    agreement: float | None
+
+
+class OutputChangeRecord(_Record):
+    """Output drift of the merged and of the calibrated model."""
+
+    before: OutputRecord
+    after: OutputRecord
+    predictions: int
+
+
+class OutcomeRecord(_Record):
+    """What one task's held-out rows show at the end; see `outcome.TaskOutcome`."""
+
+    cosines_before: list[float]
+    cosines_after: list[float]
+    features: FeatureRecord | None
+    output: OutputChangeRecord | None
+    no_output: str | None
+
+
 class BlockRecord(_Record):
     """One block; `drift` is empty where no rows were held out."""
 
@@ -53,6 +108,10 @@ class BlockRecord(_Record):
     modules: list[ModuleRecord]
     kept: dict[str, str]
     drift: dict[str, DriftChange]
+    inputs: list[InputRecord] = []
+    costs: dict[str, CostRecord] = {}
+    peak_bytes: int | None = None
+    outcome: dict[str, OutcomeRecord] = {}
 
 
 class TaskRecord(_Record):
@@ -89,6 +148,32 @@ class RunRecord(_Record):
     def measured(self) -> list[str]:
         """The tasks whose drift was measured."""
         return list(self.blocks[-1].drift)
+
+    @property
+    def last(self) -> BlockRecord:
+        """The last block that forwards pass."""
+        return self.blocks[-1]
+
+    @property
+    def costs(self) -> dict[str, CostRecord]:
+        """What each stage took in all blocks together, what is left of the run's seconds last, as 'other'."""
+        totals: dict[str, CostRecord] = {}
+        for block in self.blocks:
+            for stage, cost in block.costs.items():
+                before = totals.get(stage, CostRecord(seconds=0, resident_bytes=None))
+                held = [size for size in (before.resident_bytes, cost.resident_bytes) if size is not None]
+                totals[stage] = CostRecord(
+                    seconds=before.seconds + cost.seconds, resident_bytes=max(held) if held else None
+                )
+        if totals:
+            rest = self.seconds - sum(cost.seconds for cost in totals.values())
+            totals["other"] = CostRecord(seconds=max(rest, 0.0), resident_bytes=None)
+        return totals
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most memory that the process held; None where nobody knows."""
+        return max((block.peak_bytes for block in self.blocks if block.peak_bytes is not None), default=None)
 
 
 class EvalLine(_Record):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from featcal_hf.advice import verdict
+from featcal_hf.figure_words import brief, percent
 from featcal_hf.plan import Plan
+from featcal_hf.recorded import run_record
 from featcal_hf.run import Prepared, RunReport
 
 
@@ -56,43 +61,34 @@ def _work(operations: float) -> str:
 
 
 def show_result(console: Console, report: RunReport) -> None:
-    """Print, for each task, the drift of the last block's features before and after, and one sentence."""
+    """Print a line for each task on its held-out rows, merged → calibrated, and one sentence."""
     last = report.blocks[-1]
     if last.drift:
-        table = Table(
-            "task",
-            "drift before",
-            "after",
-            "cosine before",
-            "after",
-            title=f"Relative drift from the expert after {last.path}, held-out rows",
-            title_justify="left",
-        )
+        outputs = {task: outcome.output for task, outcome in last.outcome.items() if outcome.output}
+        table = Table("task", title="Held-out rows, merged → calibrated", title_justify="left")
+        for column in ("relative drift", "cosine", *(("KL from expert", "same first choice") if outputs else ())):
+            table.add_column(column, justify="right")
         for task, (before, after) in last.drift.items():
-            table.add_row(
-                task,
-                f"{before.relative:.1%}",
-                f"{after.relative:.1%}",
-                f"{before.cosine:.4f}",
-                f"{after.cosine:.4f}",
-            )
+            cells = [
+                f"{percent(before.relative)} → {percent(after.relative)}",
+                f"{before.cosine:.3f} → {after.cosine:.3f}",
+            ]
+            change = outputs.get(task)
+            if change is not None:
+                cells += [
+                    _change(change.before.kl, change.after.kl, brief),
+                    _change(change.before.agreement, change.after.agreement, percent),
+                ]
+            table.add_row(task, *cells)
         console.print(table)
-    console.print(judgement(report), highlight=False, soft_wrap=True)
+    show_verdict(console, report)
 
 
-def judgement(report: RunReport) -> str:
-    """One sentence on whether calibration helped."""
-    seconds = f"{report.seconds:.0f} s"
-    drift = report.blocks[-1].drift
-    if not drift:
-        return f"Calibrated {len(report.blocks)} blocks in {seconds}; no rows were held out to measure drift on."
-    closer = [task for task, (before, after) in drift.items() if after.relative < before.relative]
-    ratio = sum(after.relative / max(before.relative, 1e-12) for before, after in drift.values()) / len(drift)
-    if len(closer) == len(drift):
-        return f"Every task's features are closer to its expert's: {1 - ratio:.0%} less drift on average, in {seconds}."
-    worse = ", ".join(task for task in drift if task not in closer)
-    advice = "lower rho towards 1" if report.settings.lambda_ is None else "raise lambda"
-    return (
-        f"Features moved away from the expert's for {worse} ({len(closer)} of {len(drift)} tasks improved, {seconds}); "
-        f"give more samples, or {advice}."
-    )
+def show_verdict(console: Console, report: RunReport) -> None:
+    """Print one sentence on whether calibration helped."""
+    record = run_record(report.as_dict(), "the run's report")
+    console.print(verdict(record), highlight=False, soft_wrap=True)
+
+
+def _change(before: float | None, after: float | None, words: Callable[[float], str]) -> str:
+    return "–" if before is None or after is None else f"{words(before)} → {words(after)}"

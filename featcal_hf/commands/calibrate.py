@@ -22,7 +22,7 @@ from featcal_hf.commands.options import (
 from featcal_hf.mapping import read_mapping
 from featcal_hf.progress import step_progress
 from featcal_hf.run import Prepared, calibrate, plan_of, prepare
-from featcal_hf.summary import show_plan, show_result
+from featcal_hf.summary import show_plan, show_result, show_verdict
 
 
 @click.command("calibrate")
@@ -84,10 +84,13 @@ def calibrate_command(
             on_prepared=show,
             on_step=on_step,
         )
-    if not quiet:
+    if quiet:
+        show_verdict(console, report)
+    else:
         show_result(console, report)
         show_notes(console, report.card.notes if report.card is not None else [])
         console.print(f"Wrote {output or model_dir}", highlight=False, soft_wrap=True)
+        console.print(f"See it: featcal-hf report {output or model_dir}", highlight=False, soft_wrap=True)
     if report.pushed is not None:
         show_push(console, report.pushed, quiet)
 

@@ -157,13 +157,16 @@ def test_the_word_calibrate_can_be_left_out(
     assert weights(merge.merged) == weights(calibrated.merged)
 
 
-def test_quiet_prints_nothing(merge: Merge, featcal: Featcal) -> None:
-    assert featcal(merge.recipe, merge.merged, "--quiet") == Outcome(0, "", "")
+def test_quiet_prints_the_judgement_alone(merge: Merge, featcal: Featcal) -> None:
+    outcome = featcal(merge.recipe, merge.merged, "--quiet")
+    assert (outcome.code, outcome.errors) == (0, "")
+    assert outcome.output.startswith(("Every task's features are closer", "Features moved away from the expert's for"))
+    assert outcome.output.count(". ") == 0
 
 
 def test_a_run_prints_its_plan_each_block_and_a_judgement(merge: Merge, featcal: Featcal) -> None:
     outcome = featcal(merge.recipe, merge.merged)
-    for words in ("Calibration plan", "block 1/3 layers.0", "block 3/3 layers.2", "Relative drift", f"Wrote {merge}"):
+    for words in ("Calibration plan", "block 1/3 layers.0", "block 3/3 layers.2", "relative drift", f"Wrote {merge}"):
         assert words.replace(str(merge), str(merge.merged)) in outcome.output
     assert outcome.errors == ""
 

@@ -14,7 +14,30 @@ def drift(size: float) -> dict[str, Any]:
         "relative": size,
         "mismatch": 4 * size,
         "propagation": 8 * size,
+        "relative_mismatch": 0.4 * size,
+        "relative_propagation": 0.8 * size,
         "cosine": 1 - size / 2,
+        "cosine_spread": size / 10,
+    }
+
+
+def outcome(before: float, after: float) -> dict[str, Any]:
+    points = [[float(row % 3), float(row % 5)] for row in range(8)]
+    return {
+        "cosines_before": [1 - before / 2 - row / 100 for row in range(8)],
+        "cosines_after": [1 - after / 2 - row / 100 for row in range(8)],
+        "features": {
+            "explained": [0.5, 0.2],
+            "expert": points,
+            "merged": [[x + 10 * before, y] for x, y in points],
+            "calibrated": [[x + 10 * after, y] for x, y in points],
+        },
+        "output": {
+            "before": {"logit_l2": 30 * before, "kl": before, "agreement": 1 - before},
+            "after": {"logit_l2": 30 * after, "kl": after, "agreement": 1 - after},
+            "predictions": 512,
+        },
+        "no_output": None,
     }
 
 
@@ -54,6 +77,25 @@ def contents(
                     for task in tasks
                 }
                 if held_out
+                else {},
+                "inputs": [
+                    {
+                        "modules": ["self_attn.q_proj"],
+                        "width": 64,
+                        "tokens": 8192.0,
+                        "condition": 1e3,
+                        "dominance": 0.3,
+                    },
+                    {"modules": ["mlp.down_proj"], "width": 256, "tokens": 8192.0, "condition": 1e4, "dominance": 0.5},
+                ],
+                "costs": {
+                    "load": {"seconds": 0.1, "resident_bytes": 500_000_000},
+                    "forwards": {"seconds": 1.0, "resident_bytes": 700_000_000 + number},
+                    "solve": {"seconds": 1.5, "resident_bytes": 900_000_000},
+                },
+                "peak_bytes": 1_000_000_000 + number,
+                "outcome": {task: outcome(before, after) for task in tasks}
+                if held_out and number == len(paths) - 1
                 else {},
             }
             for number, path in enumerate(paths)

@@ -3,9 +3,9 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 import pytest
-from records import BLOCKS, contents
+from records import contents
 
-from featcal_hf.figure_style import NARROW, WIDE, Look, short_names, stacks
+from featcal_hf.figure_style import NARROW, WIDE, Look
 from featcal_hf.figures import drift_figure, png, svg
 from featcal_hf.recorded import run_record
 
@@ -22,7 +22,7 @@ def test_the_drift_figure_has_a_panel_a_task_with_merged_above_calibrated() -> N
     assert list(calibrated.get_ydata()) == pytest.approx([0.025, 0.05, 0.075, 0.1])
     assert merged.get_color() == WIDE.palette.merged
     assert calibrated.get_color() == WIDE.palette.calibrated
-    assert figure.axes[0].texts[0].get_text() == "last block: 40.0% → 10.0%"
+    assert figure.axes[0].texts[0].get_text() == "last block: 40% → 10%"
 
 
 def test_drift_is_drawn_from_zero_and_on_one_scale_for_all_tasks() -> None:
@@ -66,12 +66,6 @@ def test_an_svg_is_the_same_each_time_and_holds_its_words_as_text() -> None:
 
 def test_a_png_is_one() -> None:
     assert png(_drawn()).startswith(b"\x89PNG")
-
-
-def test_blocks_are_named_by_number_after_their_part_where_there_are_several() -> None:
-    assert short_names(BLOCKS) == ["0", "1", "2", "3"]
-    assert short_names(["vision_model.encoder.layers.0", "text_model.encoder.layers.0"]) == ["vision 0", "text 0"]
-    assert stacks(ENCODER_DECODER) == [("encoder", [0, 1, 2]), ("decoder", [3, 4, 5])]
 
 
 def _drawn():
