@@ -6,9 +6,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
+from hub_server import Hub, running_hub
+from huggingface_hub import constants
+from huggingface_hub.utils import _http
 from tiny_merge import Merge, Outcome, build_models, copy_merge, run_mergekit, write_recipe
 
 from featcal_hf import cli
@@ -67,3 +71,17 @@ def featcal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return Outcome(code, " ".join(printed.out.split()), " ".join(printed.err.split()))
 
     return command
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hub that this process is logged in to, and nothing else that it could reach."""
+    with running_hub() as server:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "ENDPOINT", server.address)
+        monkeypatch.setenv("HF_TOKEN", "hf_writer")
+        monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)  # between the library's own tries
+        huggingface_hub.utils.close_session()
+        yield server
+    huggingface_hub.utils.close_session()

@@ -6,16 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 from hub_server import Fault, Hub, Repo, running_hub
 from huggingface_hub import constants
-from huggingface_hub.utils import _http
 from tiny_merge import Merge, Outcome, contents, copy_merge
 from transformers import LlamaForCausalLM
 
@@ -23,20 +21,6 @@ from featcal_hf import CardError, CheckpointError, HubError, calibrate, evaluate
 from featcal_hf.hidden_paths import first_path
 
 Featcal = Callable[..., Outcome]
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A Hub that this process is logged in to, and nothing else that it could reach."""
-    with running_hub() as server:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "ENDPOINT", server.address)
-        monkeypatch.setenv("HF_TOKEN", "hf_writer")
-        monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)  # between the library's own tries
-        huggingface_hub.utils.close_session()
-        yield server
-    huggingface_hub.utils.close_session()
 
 
 @pytest.fixture(scope="module")
