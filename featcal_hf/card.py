@@ -18,11 +18,14 @@ from featcal_hf.card_facts import Folder, read_folder
 from featcal_hf.card_metadata import License, build_metadata, check_card, decide_license, eval_results, unknown_license
 from featcal_hf.card_usage import code_of, usage_of
 from featcal_hf.errors import CardError
+from featcal_hf.figures import drift_figure, png
 from featcal_hf.parents import CARD, Parent
 from featcal_hf.readme import filled, is_mergekits, is_ours, kept_blocks, metadata_of, model_id_of, place
 from featcal_hf.recipe import CardSpec
-from featcal_hf.save import write_text
+from featcal_hf.recorded import read_run
+from featcal_hf.save import sync
 
+FIGURE = "featcal_drift.png"
 BESIDE = "featcal_card.md"
 """Where the card goes where a person wrote README.md."""
 _PACKAGES = ("featcal_hf", "mergekit", "torch", "transformers", "datasets")
@@ -89,6 +92,8 @@ def write_card(
         notes.append(f"the card names no licence, because nothing is known of {unknown}; add `license:` to name one")
     text = render_card(folder, license, _template(template), before, name=name, repo_id=repo_id)
     check_card(text, str(path))
+    if folder.drift():
+        _draw(folder.path)
     write_text_as(path, text)
     return CardReport(path, notes)
 
@@ -186,7 +191,7 @@ def _context(folder: Folder, license: License, before: str, name: str | None, re
         "code": code_of(usage, model_id, base.id if base else None),
         "results": folder.results(),
         "drift": folder.drift(),
-        "figures": [],
+        "figure": FIGURE if folder.drift() else None,
         "recipe": recipe,
         "fence": "`" * max(3, 1 + max((len(run) for run in re.findall("`+", recipe)), default=0)),
         "settings": report["settings"],
@@ -251,15 +256,27 @@ def _read(path: Path) -> str | None:
         ) from error
 
 
+def _draw(model_dir: Path) -> None:
+    """Draw the drift of every block beside the card."""
+    figure = drift_figure(read_run(model_dir))
+    if figure is not None:
+        _write(model_dir / FIGURE, png(figure))
+
+
 def write_text_as(path: Path, text: str) -> None:
     """Write a card in one step: a reader finds the old one or the new one.
 
     Raises:
         CardError: it can't be written.
     """
+    _write(path, text.encode())
+
+
+def _write(path: Path, content: bytes) -> None:
     new = path.with_name(f".{path.name}.new")
     try:
-        write_text(new, text)
+        new.write_bytes(content)
+        sync(new)
         os.replace(new, path)
     except OSError as error:
         raise CardError(

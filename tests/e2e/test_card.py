@@ -54,6 +54,18 @@ def test_calibration_replaces_mergekits_card_by_one_that_says_what_was_done(made
     assert f"| a | {drift['before']['relative']:.1%} | {drift['after']['relative']:.1%} |" in text
 
 
+def test_the_card_shows_the_drift_of_every_block(made: Merge, calibrated: Merge) -> None:
+    assert "](featcal_drift.png)" in readme(made)
+    assert (made.merged / "featcal_drift.png").read_bytes().startswith(b"\x89PNG")
+    report = calibrated.merged / "featcal.json"
+    told = json.loads(report.read_text())
+    for block in told["blocks"]:
+        block["drift"] = {}
+    report.write_text(json.dumps(told))
+    write_card(calibrated.merged)
+    assert "featcal_drift.png" not in readme(calibrated)
+
+
 def test_the_recipe_in_the_card_is_the_recipe_with_names_in_place_of_local_paths(made: Merge) -> None:
     block = re.search(r"```yaml\n(.*?)\n```", readme(made), re.DOTALL)
     assert block is not None

@@ -60,7 +60,7 @@ def test_calibration_changes_the_blocks_weights_and_nothing_else(pristine: Merge
 
 def test_side_files_and_the_header_of_the_weights_stay_byte_for_byte(pristine: Merge, calibrated: Merge) -> None:
     before, after = contents(pristine.merged), contents(calibrated.merged)
-    assert set(after) - set(before) == {"featcal.json"}
+    assert set(after) - set(before) == {"featcal.json", "featcal_drift.png"}
     assert {name for name in before if before[name] != after[name]} - {"README.md", "mergekit_config.yml"} == {
         "model.safetensors"
     }
@@ -115,7 +115,7 @@ def test_a_sharded_merge_keeps_its_shards_and_index(
     before, text = contents(merge.merged), index.read_bytes()
     assert featcal(merge.recipe, merge.merged, "--quiet").code == 0
     assert index.read_bytes() == text
-    assert set(contents(merge.merged)) == {*before, "featcal.json"}
+    assert set(contents(merge.merged)) == {*before, "featcal.json", "featcal_drift.png"}
     assert equal_states(loaded_state(merge.merged), loaded_state(calibrated.merged))
 
 
@@ -132,10 +132,11 @@ def test_output_gets_every_side_file_and_leaves_the_merged_folder_alone(
     assert outcome.output.endswith(f"Wrote {output}")
     assert contents(merge.merged) == before
     after = contents(output)
-    assert set(after) == {*before, "featcal.json"} - {"pytorch_model.bin"}
+    assert set(after) == {*before, "featcal.json", "featcal_drift.png"} - {"pytorch_model.bin"}
     assert {name for name in after if before.get(name) != after[name]} == {
         "model.safetensors",
         "featcal.json",
+        "featcal_drift.png",
         "README.md",
     }
     assert equal_states(loaded_state(output), loaded_state(calibrated.merged))
@@ -145,7 +146,7 @@ def test_a_sharded_output_has_the_merged_layout(sharded: Merge, calibrated: Merg
     output = tmp_path / "output"
     output.mkdir()
     calibrate(sharded.recipe, sharded.merged, output)
-    assert set(contents(output)) == {*contents(sharded.merged), "featcal.json"}
+    assert set(contents(output)) == {*contents(sharded.merged), "featcal.json", "featcal_drift.png"}
     assert equal_states(loaded_state(output), loaded_state(calibrated.merged))
 
 

@@ -68,6 +68,7 @@ def test_what_arrives_is_the_folder_without_what_is_nobody_s_business(
     beside = {"README.md", "config.json", "featcal.json", "featcal_eval.json", "mergekit_config.yml"}
     assert weights | beside < set(there)
     assert set(there) - weights - beside == {
+        "featcal_drift.png",
         "featcal_report/drift.png",
         "featcal_report/report.html",
         "generation_config.json",
