@@ -30,6 +30,7 @@ class Data:
         expert: its expert, as readers know it.
         path: the dataset's id, or `./` and the name of a local one.
         on_hub: whether it is to be found on the Hub.
+        copied: it is, but was read from a local copy.
         config: name of its configuration.
         split: the rows' split.
         revision: its commit, if known.
@@ -42,6 +43,7 @@ class Data:
     expert: str
     path: str
     on_hub: bool
+    copied: bool
     config: str | None
     split: str
     revision: str | None
@@ -153,6 +155,7 @@ def _data(task: str, entry: Mapping[str, Any], names: Mapping[str, str]) -> Data
         hide_paths_in(entry["expert"], names),
         dataset["path"] if on_hub else f"./{Path(dataset['path']).name}",
         on_hub,
+        on_hub and entry["kind"] != "hub",
         dataset["name"],
         dataset["split"],
         dataset["revision"] or entry["commit"],

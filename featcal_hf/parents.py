@@ -52,6 +52,11 @@ class Parent:
         """How a reader knows it: its id, or the name of the local folder."""
         return self.id or f"./{Path(self.path).name}"
 
+    @property
+    def copied(self) -> bool:
+        """It is on the Hub, but was read from a local copy, of which no commit is known."""
+        return self.id is not None and self.revision is None
+
     def as_dict(self) -> dict[str, Any]:
         """The parent as JSON-able values."""
         return asdict(self) | {"language": list(self.language)}
@@ -68,7 +73,10 @@ def describe_parents(recipe: Recipe, models: Models) -> list[Parent]:
         found.append(_parent(reference.model, streamed_of(model).checkpoint, "base" if adapted else role))
         if isinstance(model, AdaptedModel) and reference.lora is not None:
             found.append(_parent(reference.lora, model.adapter.checkpoint, "adapter"))
-    return list({(parent.path, parent.revision): parent for parent in reversed(found)}.values())[::-1]
+    first: dict[tuple[str, str | None], Parent] = {}
+    for parent in found:
+        first.setdefault((parent.path, parent.revision), parent)
+    return list(first.values())
 
 
 def _parent(path: ModelPath, checkpoint: Checkpoint, role: str) -> Parent:
