@@ -94,9 +94,16 @@ def dress(axis: Axes, look: Look) -> None:
     axis.tick_params(colors=palette.faint, labelsize=8.5, length=0, pad=4)
 
 
+def literal(text: str) -> str:
+    """A name as it is: matplotlib would read what stands between two dollars as a formula."""
+    return text.replace("$", r"\$")
+
+
 def title(axis: Axes, look: Look, text: str, remark: str = "") -> None:
     """A panel's title, left; a remark follows in fainter ink."""
-    axis.set_title(text, loc="left", fontsize=10, fontweight="bold", color=look.palette.ink, pad=18 if remark else 8)
+    axis.set_title(
+        literal(text), loc="left", fontsize=10, fontweight="bold", color=look.palette.ink, pad=18 if remark else 8
+    )
     if remark:
         axis.text(0, 1.02, remark, transform=axis.transAxes, fontsize=8.5, color=look.palette.faint, va="bottom")
 
@@ -115,7 +122,7 @@ def name_rows(axis: Axes, look: Look, names: Sequence[str], remarks: Sequence[st
     for row, name in enumerate(names):
         remark = remarks[row] if remarks else ""
         axis.annotate(
-            name + remark,
+            literal(name + remark),
             (0, row),
             xycoords=("axes fraction", "data"),
             xytext=(0, 8),
@@ -136,7 +143,7 @@ def key(figure: Figure, look: Look, entries: Sequence[Key], columns: int | None 
             linestyle=entry.style,
             marker=entry.marker,
             markersize=7,
-            label=entry.label,
+            label=literal(entry.label if entry.label[:1] != "_" else f" {entry.label}"),  # else it is left out
         )
         for entry in entries
     ]

@@ -54,7 +54,7 @@ def last_by_run(runs: Mapping[str, RunRecord], look: Look = WIDE) -> Figure | No
                 axis.plot([change.before.relative], [row], "|", color=look.palette.faint, markersize=14)
                 axis.plot([change.after.relative], [row], _mark(number), color=_colour(look, number), markersize=8)
                 highest = max(highest, change.before.relative, change.after.relative)
-    axis.set_xlim(0, highest * 1.08)
+    axis.set_xlim(0, max(highest * 1.08, 1e-6))
     axis.xaxis.set_major_locator(MaxNLocator(nbins=6))
     axis.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
     axis.set_xlabel("relative drift after the last block (0 is the expert)", fontsize=8.5, color=look.palette.faint)
