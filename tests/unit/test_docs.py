@@ -105,14 +105,24 @@ def test_the_index_lists_every_page() -> None:
     assert {page.name for page in DOCS.glob("*.md")} - {"index.md"} <= listed
 
 
-@pytest.fixture(scope="module")
-def reference() -> ModuleType:
-    spec = spec_from_file_location("reference", DOCS / "reference.py")
+def script(name: str) -> ModuleType:
+    spec = spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    return script("reference")
+
+
+def test_every_figure_can_be_drawn_again_and_is_in_a_page() -> None:
+    figures = {f"figures/{name}.svg" for name in script("figures").drawn()}
+    assert figures == {f"figures/{path.name}" for path in (DOCS / "figures").glob("*.svg")}
+    assert figures <= {link for path in DOCS.glob("*.md") for link in read_page(path).links()}
 
 
 @pytest.mark.parametrize("name", ["recipe.md", "commands.md", "python.md"])
