@@ -36,10 +36,11 @@ from featcal_hf.calibrate import calibrate_blocks
 from featcal_hf.checkpoint import open_checkpoint
 from featcal_hf.forward import ParkedForward
 from featcal_hf.recipe import Settings
-from featcal_hf.save import open_writer, work_folder
+from featcal_hf.save import work_folder
 from featcal_hf.streamed import StreamedModel
 from featcal_hf.streams import CalibrationTask
 from featcal_hf.systems import BlockSystems, TaskMoments
+from featcal_hf.writers import open_writer
 
 LAMBDA, RHO, ALPHA = 0.05, 2.0, 0.3
 MERGE_WEIGHT = 0.3

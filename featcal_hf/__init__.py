@@ -8,8 +8,9 @@ from featcal_hf.hub import PushReport, push
 from featcal_hf.in_memory import CalibrationReport, calibrate_model
 from featcal_hf.merge import MergeReport, merge
 from featcal_hf.recipe import Settings
+from featcal_hf.record import RunReport
 from featcal_hf.report import report
-from featcal_hf.run import RunReport, calibrate
+from featcal_hf.run import calibrate
 
 __version__ = "0.1.0"
 

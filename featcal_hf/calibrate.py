@@ -29,7 +29,6 @@ from featcal_hf.streams import CalibrationTask, TaskStreams
 from featcal_hf.systems import (
     BlockPlan,
     BlockSystems,
-    BlockUpdate,
     InputUpdate,
     ModuleUpdate,
     plan_block,
@@ -83,13 +82,13 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a run: a task's pass through a block, or the solve after all tasks.
+    """One step of a run: a task's pass through a block, the solve after all tasks, or a finished block's replay.
 
     Attributes:
         path: the block.
         block: how many blocks are done.
         blocks: of how many.
-        doing: the task's name, or 'solve'.
+        doing: the task's name, 'solve', or 'replay'.
         part: how many of the block's steps are done.
         parts: of how many: one for each task, and the solve.
     """
@@ -103,7 +102,14 @@ class Step:
 
 
 OnStep = Callable[[Step], None]
+OnBlock = Callable[[BlockReport], None]
 WriteBlock = Callable[[str, dict[str, Tensor]], None]
+ReadBlock = Callable[[str], dict[str, Tensor]]
+REPLAY = "replay"
+
+
+def _read_nothing(path: str) -> dict[str, Tensor]:
+    raise ValueError(f"block {path} is finished, and nothing reads its parameters")
 
 
 @torch.no_grad()
@@ -117,6 +123,9 @@ def calibrate_blocks(
     activations: Activations,
     write: WriteBlock,
     on_step: OnStep,
+    on_block: OnBlock = lambda report: None,
+    finished: Sequence[BlockReport] = (),
+    read: ReadBlock = _read_nothing,
 ) -> list[BlockReport]:
     """Calibrate the merged model `student` towards its experts, block by block in forward order.
 
@@ -128,7 +137,10 @@ def calibrate_blocks(
         device: where blocks are run and systems solved; everything else stays where it is.
         activations: where the forwards' tensors wait between blocks.
         write: called with each block's path and new parameters.
+        on_block: called with the report of each block that has been calibrated.
         on_step: called before each step.
+        finished: reports of the first blocks, done by an earlier run: the forwards go through them as they did then.
+        read: a finished block's new parameters, by its path.
 
     Raises:
         DataError: batches that don't fit the model or each other.
@@ -152,9 +164,17 @@ def calibrate_blocks(
         while (path := next_block({task.name: task.forwards() for task in streams})) is not None:
             refuse_second_visit(path, visited)
             place = BlockPlace(path, len(visited), len(paths), path in pooled)
-            reports.append(
-                _calibrate_block(place, student, base, streams, settings, device=device, write=write, on_step=on_step)
-            )
+            if place.number < len(finished):
+                on_step(Step(path, place.number, place.blocks, REPLAY, 0, len(streams) + 1))
+                _replay_block(place, student, streams, read(path), device)
+                reports.append(finished[place.number])
+            else:
+                reports.append(
+                    _calibrate_block(
+                        place, student, base, streams, settings, device=device, write=write, on_step=on_step
+                    )
+                )
+                on_block(reports[-1])
             visited.add(path)
             if place.is_last:
                 break
@@ -215,7 +235,7 @@ def _calibrate_block(
                 update = systems.solve()
         with clock.stage("write"):
             write(path, update.parameters)
-        _load(block, update)
+        _load(block, update.parameters)
         with nullcontext() if place.is_last else clock.loading(student.outer()):
             for task in streams:
                 with clock.stage("forwards"):
@@ -241,6 +261,24 @@ def _calibrate_block(
     )
 
 
+def _replay_block(
+    place: BlockPlace,
+    student: BlockModel,
+    streams: Sequence[TaskStreams],
+    parameters: dict[str, Tensor],
+    device: torch.device,
+) -> None:
+    """Send all forwards through a finished block, as they went when its new parameters were found."""
+    with student.block(place.path, device) as block:
+        for task in streams:
+            with task.expert.block(place.path, device) as expert_block:
+                task.replay(block, expert_block, device)
+        _load(block, {name: value.to(device) for name, value in parameters.items()})
+        with student.outer():
+            for task in streams:
+                task.pass_through(block, device, place.is_last)
+
+
 def _first_look(
     place: BlockPlace,
     student: BlockModel,
@@ -254,7 +292,8 @@ def _first_look(
     return plan_block(block, run, call, settings, place.first_token_read, student.fixed(place.path))
 
 
-def _load(block: nn.Module, update: BlockUpdate) -> None:
-    for name, value in update.parameters.items():
+def _load(block: nn.Module, parameters: dict[str, Tensor]) -> None:
+    for name, value in parameters.items():
         module_path, _, parameter = name.rpartition(".")
-        block.get_submodule(module_path).get_parameter(parameter).data = value
+        # As it is read back from a file: a matrix product may depend on how its operands lie in memory.
+        block.get_submodule(module_path).get_parameter(parameter).data = value.contiguous()

@@ -23,7 +23,7 @@ from featcal_hf.parents import CARD, Parent
 from featcal_hf.readme import filled, is_mergekits, is_ours, kept_blocks, metadata_of, model_id_of, place
 from featcal_hf.recipe import CardSpec
 from featcal_hf.recorded import read_run
-from featcal_hf.save import sync
+from featcal_hf.writers import sync
 
 FIGURE = "featcal_drift.png"
 BESIDE = "featcal_card.md"

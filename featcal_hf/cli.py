@@ -72,8 +72,9 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        _fail("interrupted; the model's folder holds a whole model, or none. Run the same command again.", INTERRUPTED)
+    except (click.Abort, KeyboardInterrupt) as error:
+        where = str(error.__cause__ or error) or "the model's folder holds a whole model, or none; run it again."
+        _fail(f"interrupted: {where}", INTERRUPTED)
 
 
 def _return_freed_memory() -> None:

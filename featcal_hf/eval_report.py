@@ -14,7 +14,7 @@ from featcal_hf.errors import CheckpointError, DataError
 from featcal_hf.evaluate import Metric
 from featcal_hf.harness import HarnessScore
 from featcal_hf.recipe import Recipe
-from featcal_hf.save import write_text
+from featcal_hf.writers import write_text
 
 EVALUATION = "featcal_eval.json"
 

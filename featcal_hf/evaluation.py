@@ -23,8 +23,8 @@ from featcal_hf.errors import CheckpointError, DataError
 from featcal_hf.eval_report import EVALUATION, EvalReport, Line, harness_lines, write_report
 from featcal_hf.harness import check_harness, parse_results, read_results, run_harness
 from featcal_hf.mapping import check_mapping, locate_dataset, locate_model
+from featcal_hf.preparation import max_positions
 from featcal_hf.recipe import DatasetSpec, Recipe, Task, read_recipe
-from featcal_hf.run import max_positions
 from featcal_hf.save import REPORT, is_calibrated
 from featcal_hf.scoring import Reading, Score, Scorer, ZeroShotHead, load_zero_shot_head, reading_of, whole_model
 from featcal_hf.streamed import StreamedModel, model_class, read_config

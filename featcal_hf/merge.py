@@ -22,11 +22,12 @@ from transformers import set_seed
 from featcal_hf.calibrate import OnStep, Step
 from featcal_hf.errors import CheckpointError, RecipeError
 from featcal_hf.merge_plan import MergePlan, PlannedTensor, plan_merge
+from featcal_hf.preparation import OnStage
 from featcal_hf.recipe_merge import read_merge
 from featcal_hf.recipe_yaml import Document, read_document
-from featcal_hf.run import OnStage
-from featcal_hf.save import check_space, sync, work_folder, write_text
+from featcal_hf.save import check_space, work_folder
 from featcal_hf.shards import ShardWriter, plan_shards
+from featcal_hf.writers import sync, write_text
 
 SHARD_SIZE = "5B"
 CARD_RECIPE = "the recipe's text"

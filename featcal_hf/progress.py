@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from featcal_hf.calibrate import OnStep, Step
+from featcal_hf.calibrate import REPLAY, OnStep, Step
 
 
 @contextmanager
@@ -59,15 +59,18 @@ class _Lines:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._started = time.perf_counter()
+        self._first: int | None = None
 
     def __call__(self, step: Step) -> None:
         if step.part > 0:
             return
-        if step.block == 0:
-            self._started = time.perf_counter()
-        elapsed = time.perf_counter() - self._started
-        left = f", about {elapsed / step.block * (step.blocks - step.block):.0f} s left" if step.block else ""
+        where = f"block {step.block + 1}/{step.blocks} {step.path}"
+        if step.doing == REPLAY:
+            self._console.print(f"{where}, finished before", highlight=False)
+            return
+        if self._first is None or step.block <= self._first:
+            self._first, self._started = step.block, time.perf_counter()
+        elapsed, done = time.perf_counter() - self._started, step.block - self._first
+        left = f", about {elapsed / done * (step.blocks - step.block):.0f} s left" if done else ""
         tasks = f", {step.parts - 1} tasks" if step.parts > 1 else ""
-        self._console.print(
-            f"block {step.block + 1}/{step.blocks} {step.path}{tasks}, {elapsed:.0f} s{left}", highlight=False
-        )
+        self._console.print(f"{where}{tasks}, {elapsed:.0f} s{left}", highlight=False)

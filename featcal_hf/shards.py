@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from featcal_hf.checkpoint import DTYPES, SAFETENSORS, TensorEntry
-from featcal_hf.save import raw_bytes, sync, write_text
+from featcal_hf.writers import raw_bytes, sync, write_text
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -180,6 +180,18 @@ class TaskStreams:
             encoder += max(others, default=0) if encoder_mask is None else int(encoder_mask.sum())
         return own, encoder
 
+    def replay(self, block: nn.Module, expert_block: nn.Module, device: torch.device) -> None:
+        """Run the expert's and the merged model's tokens through a block again, with nothing measured."""
+        with self.expert.outer():
+            for pair in self.calibration:
+                self._go_on(pair.expert, run_block(expert_block, self.activations.call(pair.expert, device)))
+        for pair in self.holdout:
+            expert_output = run_block(expert_block, self.activations.call(pair.expert, device))
+            pair.expert_output = _at_home(pair.expert, expert_output)
+            if pair.merged is not None:
+                merged_output = run_block(block, self.activations.call(pair.merged, device))
+                pair.merged_output = _at_home(pair.merged, merged_output)
+
     def pass_through(self, block: nn.Module, device: torch.device, last: bool) -> None:
         """Run the student's tokens through the new block.
 

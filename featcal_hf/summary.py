@@ -11,8 +11,9 @@ from rich.table import Table
 from featcal_hf.advice import verdict
 from featcal_hf.figure_words import brief, percent
 from featcal_hf.plan import Plan
+from featcal_hf.preparation import Prepared
+from featcal_hf.record import RunReport
 from featcal_hf.recorded import run_record
-from featcal_hf.run import Prepared, RunReport
 
 
 def show_plan(console: Console, prepared: Prepared, plan: Plan) -> None:
@@ -46,6 +47,8 @@ def show_plan(console: Console, prepared: Prepared, plan: Plan) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if prepared.unfinished is not None:
+        console.print(f"{prepared.unfinished}", highlight=False, soft_wrap=True, markup=False)
     for task, data in zip(prepared.recipe.tasks, prepared.data, strict=True):
         for warning in data.record["warnings"]:
             console.print(f"warning: task {task.name}: {warning}", highlight=False, soft_wrap=True, markup=False)

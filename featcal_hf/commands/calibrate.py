@@ -20,8 +20,9 @@ from featcal_hf.commands.options import (
     usable_device,
 )
 from featcal_hf.mapping import read_mapping
+from featcal_hf.preparation import Prepared, plan_of, prepare
 from featcal_hf.progress import step_progress
-from featcal_hf.run import Prepared, calibrate, plan_of, prepare
+from featcal_hf.run import calibrate
 from featcal_hf.summary import show_plan, show_result, show_verdict
 
 
@@ -39,6 +40,7 @@ from featcal_hf.summary import show_plan, show_result, show_verdict
         *PARKING,
     ]
 )
+@click.option("--restart", is_flag=True, help="Drop what a stopped run has finished, and begin anew.")
 def calibrate_command(
     recipe: Path,
     model_dir: Path,
@@ -55,6 +57,7 @@ def calibrate_command(
     cuda: bool,
     num_threads: int | None,
     activation_memory: int | None,
+    restart: bool,
 ) -> None:
     """Calibrate the merged model in MODEL_DIR towards the experts of RECIPE, in place or into --output."""
     console = open_console(verbosity)
@@ -80,6 +83,7 @@ def calibrate_command(
             write_model_card=write_model_card,
             activation_memory=activation_memory,
             push_to_hub=push_to_hub,
+            restart=restart,
             on_stage=stages(console, quiet),
             on_prepared=show,
             on_step=on_step,
@@ -117,11 +121,11 @@ def check_command(
     leave_warnings_to_the_plan(quiet)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    usable_device(device, cuda)
     prepared = prepare(
         recipe,
         model_dir,
         output,
+        device=usable_device(device, cuda),
         cache_dir=cache_dir,
         trust_remote_code=trust_remote_code,
         random_seed=random_seed,

@@ -28,7 +28,8 @@ from featcal_hf.errors import CheckpointError
 from featcal_hf.experts import AdaptedModel, open_adapter
 from featcal_hf.forward import ParkedForward, find_blocks, first_tensor, forward_inputs, parking, run_block
 from featcal_hf.models import ResidentAdapter
-from featcal_hf.run import Prepared, calibrate_prepared, prepare
+from featcal_hf.preparation import Prepared, prepare
+from featcal_hf.run import calibrate_prepared
 from featcal_hf.streamed import StreamedModel, read_config
 
 CPU = torch.device("cpu")

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 from crashes import crashes, run_killed
-from tiny_merge import Merge, Outcome, contents, copy_merge, equal_states, loaded_state
+from tiny_merge import Merge, Outcome, all_but_work, contents, copy_merge, equal_states, loaded_state
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from featcal_hf import CheckpointError, calibrate, run
-from featcal_hf.calibrate import Step
-from featcal_hf.run import Prepared, calibrate_prepared, prepare
+from featcal_hf.calibrate import BlockReport, Step
+from featcal_hf.preparation import Prepared, prepare
+from featcal_hf.run import calibrate_prepared
 
 Featcal = Callable[..., Outcome]
 CPU = torch.device("cpu")
@@ -43,21 +44,26 @@ class Replay:
         shutil.copytree(merge.merged, self.original)
         self.merged_state = loaded_state(merge.merged)
         written: list[tuple[str, dict[str, Tensor]]] = []
-        blocks: list[Any] = []
+        reports: list[BlockReport] = []
         calibrate_blocks = run.calibrate_blocks
 
-        def record(*arguments: Any, write: Callable[..., None], **options: Any) -> Any:
+        def record(*arguments: Any, write: Callable[..., None], **options: Any) -> None:
             def keep(path: str, parameters: dict[str, Tensor]) -> None:
                 written.append((path, {name: value.clone() for name, value in parameters.items()}))
                 write(path, parameters)
 
-            blocks.extend(calibrate_blocks(*arguments, write=keep, **options))
-            return blocks
+            reports.extend(calibrate_blocks(*arguments, write=keep, **options))
 
-        def replay(*arguments: Any, write: Callable[..., None], **options: Any) -> Any:
-            for path, parameters in written:
-                write(path, parameters)
-            return blocks
+        def replay(
+            *arguments: Any,
+            write: Callable[..., None],
+            on_block: Callable[..., None],
+            finished: list[BlockReport],
+            **options: Any,
+        ) -> None:
+            for block, report in zip(written[len(finished) :], reports[len(finished) :], strict=True):
+                write(*block)
+                on_block(report)
 
         with monkeypatch.context() as patch:
             patch.setattr(run, "calibrate_blocks", record)
@@ -191,8 +197,7 @@ def test_a_kill_during_the_forwards_leaves_the_merged_model(at: int, merge: Merg
         lambda: calibrate(merge.recipe, merge.merged, on_step=kill), merge.root / "nothing below here", 0
     )
     assert not arrived
-    after = {name: digest for name, digest in contents(merge.merged).items() if not name.startswith(".featcal")}
-    assert after == before
+    assert all_but_work(merge.merged) == before
     assert featcal(merge.recipe, merge.merged, "--quiet").code == 0
     assert not (merge.merged / ".featcal").exists()
 
@@ -218,18 +223,21 @@ cli.main()
 
 def test_ctrl_c_ends_a_real_process_with_130_and_the_merged_model_as_it_was(merge: Merge, featcal: Featcal) -> None:
     before = contents(merge.root)
-    command = [sys.executable, "-c", INTERRUPTIBLE, str(merge.recipe), str(merge.merged)]
+    command = [sys.executable, "-c", INTERRUPTIBLE, str(merge.recipe), str(merge.merged), "--num-threads", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert any(line == "now\n" for line in process.stdout), process.communicate()
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "error: interrupted" in errors
-    assert "run the same command again" in errors.lower()
+    assert f"error: interrupted: {merge.merged} holds one whole model" in " ".join(errors.split())
+    assert "1 of 3 blocks are finished; the same command goes on from there" in " ".join(errors.split())
     assert "Traceback" not in errors
-    assert contents(merge.root) == before
-    assert featcal(merge.recipe, merge.merged, "--quiet").code == 0
+    assert all_but_work(merge.root) == before
+    outcome = featcal(merge.recipe, merge.merged)
+    assert outcome.code == 0
+    assert f"going on from block 2 of 3: 1 are finished in {merge.merged}/.featcal" in outcome.output
+    assert not (merge.merged / ".featcal").exists()
 
 
 @pytest.mark.parametrize("name", ["featcal.json", "model.safetensors.index.json", "featcal-model-00002"])
@@ -237,34 +245,44 @@ def test_ctrl_c_during_the_swap_leaves_the_merged_folder_as_it_was(
     name: str, sharded: Merge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, featcal: Featcal
 ) -> None:
     merge = copy_merge(sharded, tmp_path)
-    replace = os.replace
 
-    def interrupted(source: Path, target: Path) -> None:
-        if target.parent == merge.merged and target.name.startswith(name):
-            raise KeyboardInterrupt
-        replace(source, target)
+    def interrupted(place: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
+        def wrapped(source: Path, target: Path) -> None:
+            if target.parent == merge.merged and target.name.startswith(name):
+                raise KeyboardInterrupt
+            place(source, target)
+
+        return wrapped
 
     before = contents(merge.root)
-    monkeypatch.setattr(os, "replace", interrupted)
-    assert featcal(merge.recipe, merge.merged).code == 130
-    assert contents(merge.root) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted(os.replace))
+        patch.setattr(os, "link", interrupted(os.link))
+        outcome = featcal(merge.recipe, merge.merged)
+    assert outcome.code == 130
+    assert "3 of 3 blocks are finished" in outcome.errors
+    assert all_but_work(merge.root) == before
+    outcome = featcal(merge.recipe, merge.merged)
+    assert outcome.code == 0
+    assert "all blocks are finished" in outcome.output
 
 
 def test_ctrl_c_while_an_output_is_put_in_place_leaves_no_output(
     merge: Merge, monkeypatch: pytest.MonkeyPatch, featcal: Featcal
 ) -> None:
-    output, replace = merge.root / "output", os.replace
+    output, link = merge.root / "output", os.link
 
     def interrupted(source: Path, target: Path) -> None:
-        replace(source, target)
+        link(source, target)
         if target == output / "featcal.json":
             raise KeyboardInterrupt
 
     before = contents(merge.root)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", interrupted)
+        patch.setattr(os, "link", interrupted)
         assert featcal(merge.recipe, merge.merged, "--output", output).code == 130
-    assert contents(merge.root) == before
+    assert os.listdir(output) == [".featcal-output"]
+    assert all_but_work(merge.root) == before | {"output": "folder"}
     assert featcal(merge.recipe, merge.merged, "--output", output).code == 0
     LlamaForCausalLM.from_pretrained(output)
     assert json.loads((output / "featcal.json").read_text())["fingerprint"]

@@ -51,8 +51,10 @@ from featcal_hf.forward import (
     run_block_watched,
 )
 from featcal_hf.modules import norms_of
+from featcal_hf.preparation import Prepared
 from featcal_hf.recipe import read_recipe
-from featcal_hf.run import Prepared, RunReport, calibrate_prepared
+from featcal_hf.record import RunReport
+from featcal_hf.run import calibrate_prepared
 from featcal_hf.systems import BlockPlan, plan_block, watched_names
 from featcal_hf.tokens import pooled_blocks
 

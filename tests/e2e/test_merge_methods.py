@@ -10,7 +10,7 @@ from tiny_merge import Merge, loaded_state, run_mergekit
 from transformers import LlamaForCausalLM
 
 from featcal_hf import RecipeError, Settings, calibrate, calibrate_model
-from featcal_hf.run import prepare
+from featcal_hf.preparation import prepare
 
 
 def tasks(root: Path, *experts: str) -> str:

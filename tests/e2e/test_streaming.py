@@ -16,7 +16,8 @@ from transformers import LlamaForCausalLM
 from featcal_hf.checkpoint import resolve
 from featcal_hf.commands.options import Size
 from featcal_hf.errors import CheckpointError
-from featcal_hf.run import calibrate_prepared, prepare
+from featcal_hf.preparation import prepare
+from featcal_hf.run import calibrate_prepared
 from featcal_hf.save import UNFINISHED, WORK
 from featcal_hf.streamed import StreamedModel
 

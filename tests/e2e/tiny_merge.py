@@ -131,6 +131,15 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
+def all_but_work(folder: Path) -> dict[str, str]:
+    """`contents` without what a stopped run keeps to go on from."""
+    return {
+        name: digest
+        for name, digest in contents(folder).items()
+        if not any(part.startswith(".featcal") for part in Path(name).parts)
+    }
+
+
 def change_tensors(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     """Rewrite a safetensors file with its tensors changed."""
     tensors = load_file(path)

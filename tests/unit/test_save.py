@@ -27,11 +27,11 @@ from featcal_hf.save import (
     fingerprint,
     finish_swap,
     is_calibrated,
-    open_writer,
     swap_in,
     work_folder,
     write_output,
 )
+from featcal_hf.writers import open_writer
 
 STATE = {
     "embed.weight": torch.arange(12.0).reshape(4, 3),

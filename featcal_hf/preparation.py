@@ -1,0 +1,181 @@
+"""Everything of a run that can fail before the first forward: read, open, compare, look at what an earlier run left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from featcal_hf.checkpoint import check_finite
+from featcal_hf.compare import Models, open_models, streamed_of
+from featcal_hf.data import TaskData, load_task
+from featcal_hf.errors import CheckpointError
+from featcal_hf.mapping import check_mapping, locate_dataset
+from featcal_hf.plan import Plan, make_plan
+from featcal_hf.recipe import Recipe, Settings, Task, read_recipe
+from featcal_hf.record import binding_conditions, describe_conditions, describe_work
+from featcal_hf.resume import Unfinished, bytes_to_write, find_unfinished
+from featcal_hf.save import UNFINISHED, WORK, check_output, check_space, is_calibrated
+
+OnStage = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that has been checked and can start.
+
+    Attributes:
+        recipe: the recipe.
+        settings: the settings in force, every one filled in.
+        models: the merged model, the base and the experts.
+        data: each task's inputs.
+        output: a folder for the result, None for in place.
+        random_seed: given in place of the tasks' own.
+        unfinished: what an earlier run left where this one will work.
+    """
+
+    recipe: Recipe
+    settings: Settings
+    models: Models
+    data: list[TaskData]
+    output: Path | None = None
+    random_seed: int | None = None
+    unfinished: Unfinished | None = None
+
+    @property
+    def work(self) -> dict[str, Any]:
+        """What the result depends on."""
+        return describe_work(self.recipe, self.settings, self.models, self.data)
+
+
+def prepare(
+    recipe: str | Path,
+    model_dir: str | Path,
+    output: str | Path | None = None,
+    *,
+    device: str = "cpu",
+    cache_dir: str | None = None,
+    trust_remote_code: bool = False,
+    random_seed: int | None = None,
+    mapping: Mapping[str, str] | None = None,
+    restart: bool = False,
+    on_stage: OnStage = lambda stage: None,
+) -> Prepared:
+    """Do everything that can fail before the first forward; the arguments are those of `calibrate`.
+
+    Raises:
+        RecipeError, CheckpointError, DataError: see `calibrate`.
+    """
+    read = read_recipe(recipe)
+    settings = read.settings.resolved(read.base is not None)
+    check_mapping(mapping or {}, read)
+    folder = Path(model_dir)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; run `mergekit-yaml {recipe} {folder}` first.")
+    if output is not None:
+        check_output(Path(output), folder)
+    on_stage("opening checkpoints")
+    models = open_models(read, folder, cache_dir, trust_remote_code, mapping)
+    if output is None:
+        _refuse_an_input(models)
+    if is_calibrated(models.student.checkpoint):
+        raise CheckpointError(
+            f"{folder} has been calibrated already (featcal.json speaks of these weights); merge again with "
+            f"`mergekit-yaml {recipe} {folder}` to start from the merged weights."
+        )
+    target, work = (folder, folder / WORK) if output is None else (Path(output), Path(output) / UNFINISHED)
+    check_space(target, bytes_to_write(models.student, output is not None) - _size(work))
+    on_stage("reading the tasks' examples")
+    data = [_load(task, models, random_seed, trust_remote_code, mapping or {}) for task in read.tasks]
+    on_stage("looking for NaN in the weights")
+    for label, model in models.all().items():
+        check_finite(model.checkpoint, label)
+    for label, adapter in models.adapters().items():
+        check_finite(adapter.checkpoint, label)
+    unfinished = None
+    if not restart:
+        unfinished = find_unfinished(
+            models.student,
+            work,
+            lambda: describe_work(read, settings, models, data),
+            binding_conditions(describe_conditions(torch.device(device))),
+        )
+    return Prepared(read, settings, models, data, None if output is None else Path(output), random_seed, unfinished)
+
+
+def _refuse_an_input(models: Models) -> None:
+    place = models.student.checkpoint.folder.resolve()
+    for label, model in models.all().items():
+        if model is not models.student and model.checkpoint.folder.resolve() == place:
+            raise CheckpointError(
+                f"{models.student.checkpoint.folder} is the recipe's {label}, which calibrating in place would "
+                "overwrite; name the folder that the merge was written to, or an --output."
+            )
+
+
+def plan_of(prepared: Prepared) -> Plan:
+    """What a prepared run will do and what it will take."""
+    student = prepared.models.student
+    batches = [batch for data in prepared.data for batch in (*data.calibration, *data.holdout)]
+    return make_plan(
+        student,
+        prepared.settings,
+        {
+            task.name: sum(_tokens(student.module, batch.student, counted=True) for batch in data.calibration)
+            for task, data in zip(prepared.recipe.tasks, prepared.data, strict=True)
+        },
+        max(_tokens(student.module, batch.student, counted=False) for batch in batches),
+        bytes_to_write(student, prepared.output is not None),
+    )
+
+
+def _load(
+    task: Task, models: Models, random_seed: int | None, trust_remote_code: bool, mapping: Mapping[str, str]
+) -> TaskData:
+    chosen = task if random_seed is None else task.model_copy(update={"seed": random_seed})
+    others = [streamed_of(models.base).checkpoint.folder] if models.base is not None else []
+    return load_task(
+        chosen,
+        dataset=locate_dataset(task.dataset, mapping),
+        student_path=str(models.student.checkpoint.folder),
+        expert_path=str(streamed_of(models.experts[task.model]).checkpoint.folder),
+        processor_paths=[str(folder) for folder in others],
+        encoder_decoder=bool(models.student.module.config.is_encoder_decoder),
+        max_positions=max_positions(models.student.module),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Tokens that a model has positions for; None where it says nothing of them."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is None:
+        return None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):
+            return int(positions) - (module.padding_idx + 1 if module.padding_idx is not None else 0)
+    return int(positions)
+
+
+def _tokens(model: PreTrainedModel, inputs: Mapping[str, Tensor], counted: bool) -> int:
+    """Tokens of a batch: those that count, or with the padding that is run through the model as well."""
+    if counted:
+        text = int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else 0
+        text += int(inputs["labels"].ne(-100).sum()) if "labels" in inputs else 0
+    else:
+        text = sum(inputs[name].numel() for name in ("input_ids", "labels") if name in inputs)
+    if "pixel_values" not in inputs:
+        return text
+    patch = getattr(getattr(model.config, "vision_config", model.config), "patch_size", 16)
+    rows, columns = (patch, patch) if isinstance(patch, int) else patch
+    images, _, height, width = inputs["pixel_values"].shape
+    return text + images * (height // rows) * (width // columns)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) if folder.is_dir() else 0
