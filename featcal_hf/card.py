@@ -69,17 +69,17 @@ def write_card(
     """
     folder = read_folder(Path(model_dir))
     readme = folder.path / CARD
-    before = _read(readme)
+    before = read_card(readme)
     path = readme
     notes = [*folder.notes]
     if (
         before is not None
         and not is_ours(before)
-        and not is_mergekits(before, _read(folder.path / "mergekit_config.yml"))
+        and not is_mergekits(before, read_card(folder.path / "mergekit_config.yml"))
     ):
         path = folder.path / BESIDE
         notes.append(f"{readme} was written by a person and is kept; the card is {BESIDE} beside it")
-        before = _read(path)
+        before = read_card(path)
     before = before if before is not None and is_ours(before) else ""
     license = _license(folder, before)
     if license.question:
@@ -158,7 +158,7 @@ def open_question(model_dir: Path, card: str) -> str | None:
 
 def default_template() -> str:
     """The text of our template."""
-    return resources.files("featcal_hf").joinpath("card_template.md.jinja").read_text(encoding="utf-8")
+    return resources.files("featcal_hf").joinpath("templates/card.md.jinja").read_text(encoding="utf-8")
 
 
 def _context(folder: Folder, license: License, before: str, name: str | None, repo_id: str | None) -> dict[str, Any]:
@@ -244,7 +244,12 @@ def _template(path: str | Path | None) -> str:
         raise CardError(f"--template {path} can't be read ({error}); name a text file.") from error
 
 
-def _read(path: Path) -> str | None:
+def read_card(path: Path) -> str | None:
+    """A card to the letter, or None where there is none.
+
+    Raises:
+        CardError: it isn't a text.
+    """
     if not path.is_file():
         return None
     try:

@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from featcal_hf.card import open_question, write_text_as
+from featcal_hf.card import open_question, read_card, write_text_as
 from featcal_hf.card_facts import read_folder
 from featcal_hf.card_metadata import check_card
 from featcal_hf.errors import CardError, HubError
@@ -217,9 +217,9 @@ def _server(error: HfHubHTTPError) -> str:
 
 def _check_card(folder: Path) -> None:
     path = folder / CARD
-    if not path.is_file():
+    text = read_card(path)
+    if text is None:
         raise CardError(f"{folder} has no {CARD}; write it with `featcal-hf card {folder}`.")
-    text = path.read_text(encoding="utf-8-sig")
     check_card(text, str(path))
     question = open_question(folder, text)
     if question is not None:
@@ -240,7 +240,7 @@ def _open_repo(api: HfApi, repo_id: str, private: bool, create_pr: bool) -> str:
 
 def _name_in_card(folder: Path, repo_id: str) -> None:
     """Have the example of our card load the model from where it is pushed to."""
-    text = (folder / CARD).read_text(encoding="utf-8-sig")
+    text = read_card(folder / CARD) or ""
     named = with_model_id(text, repo_id)
     if is_ours(text) and named != text:
         write_text_as(folder / CARD, named)

@@ -15,9 +15,9 @@ from featcal_hf.checkpoint import open_checkpoint
 from featcal_hf.errors import CheckpointError
 from featcal_hf.eval_report import EVALUATION
 from featcal_hf.hidden_paths import hide_paths, hide_paths_in
+from featcal_hf.report import REPORT_FOLDER
 from featcal_hf.save import INCOMING, REPORT, WEIGHTS, is_calibrated
 
-REPORT_FOLDER = "featcal_report"
 _BESIDE = (
     "*.json",
     "*.model",

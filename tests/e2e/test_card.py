@@ -179,6 +179,15 @@ def test_the_card_names_its_licence_once_a_person_decides(merge: Merge, featcal:
     assert outcome.code == 1, "it has been calibrated"
 
 
+def test_a_parent_s_card_that_can_t_be_read_is_said_to_be_so(merge: Merge) -> None:
+    (merge.base / "README.md").write_text("---\nlicense: [\n---\n")
+    (merge.expert / "README.md").write_text("---\nlicense: [mit, apache-2.0]\nlanguage: [en, 3]\n---\n")
+    calibrate(merge.recipe, merge.merged)
+    assert re.search(r"\| \./base \| unknown: its card can't be read \(\w+Error\) \|", readme(merge))
+    assert "| ./a | mit, apache-2.0 |" in readme(merge)
+    assert ModelCard(readme(merge)).data.language == ["en"]
+
+
 def test_the_recipe_names_the_model_its_licence_and_its_languages(merge: Merge) -> None:
     merge.edit_recipe("featcal:\n", "featcal:\n  license: llama3.2\n  language: [en, de]\n  name: Sums\n")
     report = calibrate(merge.recipe, merge.merged, random_seed=7)
