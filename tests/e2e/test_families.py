@@ -354,7 +354,9 @@ def test_every_file_but_the_weights_keeps_its_bytes(runs: Runs, name: str) -> No
         for label in ("merged", "calibrated")
     }
     report = json.loads(files["calibrated"].pop("featcal.json"))
-    assert files["calibrated"] == files["merged"]
+    written = {name for name, _ in files["calibrated"].items() - files["merged"].items()}
+    assert written in (set(), {"README.md", "featcal_drift.png"})  # the card, where the command ran
+    assert files["merged"].keys() <= files["calibrated"].keys()
     expected = {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     if run.prepared.models.student.module.can_generate():
         expected |= {"generation_config.json"}
