@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
-ROWS_AT_ONCE = 1024
+NUMBERS_AT_ONCE = 2**22
+"""Logits that are worked on at once: their float32 copies are a few times as many."""
 """Rows of logits that are made float32 at a time: a vocabulary of 128k takes 0.5 GB of them."""
 _NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
@@ -85,7 +86,7 @@ def next_tokens(logits: Tensor, ids: Tensor, scored: Tensor) -> tuple[Tensor, Te
 
 def total_loss(logits: Tensor, targets: Tensor) -> float:
     """Sum of the cross entropies in nats, in float32: logits (n, classes), targets (n,)."""
-    parts = zip(logits.split(ROWS_AT_ONCE), targets.split(ROWS_AT_ONCE), strict=True)
+    parts = zip(*_split(logits, targets), strict=True)
     return sum(float(cross_entropy(part.float(), target, reduction="sum")) for part, target in parts)
 
 
@@ -145,7 +146,7 @@ class OutputDrift:
 
     def add(self, model: Tensor, expert: Tensor) -> None:
         """Add outputs (n, width) of both for the same rows."""
-        for ours, theirs in zip(model.split(ROWS_AT_ONCE), expert.split(ROWS_AT_ONCE), strict=True):
+        for ours, theirs in zip(*_split(model, expert), strict=True):
             h, target = ours.float(), theirs.to(ours.device).float()
             if self._logits:
                 log_p, log_q = target.log_softmax(dim=1), h.log_softmax(dim=1)
@@ -167,6 +168,12 @@ class OutputDrift:
         if not self.rows:
             return {}
         return {metric: mean(float(total), self.rows) for metric, total in zip(metrics, self._sums, strict=True)}
+
+
+def _split(values: Tensor, others: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Rows of both, as many at once as `values` (n, width) has room for."""
+    rows = max(1, NUMBERS_AT_ONCE // values.shape[-1])
+    return values.split(rows), others.split(rows)
 
 
 def class_embeddings(embeddings: Iterable[Tensor]) -> Tensor:

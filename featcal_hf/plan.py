@@ -7,14 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from featcal_hf.memory import MemoryEstimate
 from featcal_hf.modules import linear_names, linear_weight, norms_of
-from featcal_hf.moments import few_in_all, few_in_task
 from featcal_hf.recipe import Settings
-from featcal_hf.solve import WORK_ROWS
 from featcal_hf.streamed import StreamedModel
-
-RUNTIME_BYTES = 600_000_000
-FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -23,13 +19,11 @@ class BlockShape:
 
     Attributes:
         weights: its parameters.
-        stored: bytes of its tensors on disk.
         linears: (d_out, d_in) of each linear module.
         inputs: d_in of each input that modules of one parent share.
     """
 
     weights: int
-    stored: int
     linears: tuple[tuple[int, int], ...]
     inputs: tuple[int, ...]
 
@@ -44,7 +38,7 @@ class Plan:
         norms: norms to calibrate.
         kept: reason -> parameters of blocks that keep their merged values.
         tokens: task -> tokens it is calibrated on.
-        peak_bytes: estimated peak resident memory of the process.
+        memory: estimated memory of the process.
         disk_bytes: bytes written beside the merged model.
         flops: estimated floating-point operations.
     """
@@ -54,7 +48,7 @@ class Plan:
     norms: int
     kept: dict[str, list[str]]
     tokens: dict[str, int]
-    peak_bytes: int
+    memory: MemoryEstimate
     disk_bytes: int
     flops: float
 
@@ -63,7 +57,7 @@ def make_plan(
     student: StreamedModel,
     settings: Settings,
     tokens: Mapping[str, int],
-    batch_tokens: int,
+    memory: MemoryEstimate,
     disk_bytes: int,
 ) -> Plan:
     """The plan of a run over `student`.
@@ -72,7 +66,7 @@ def make_plan(
         student: the merged model.
         settings: which kinds of parameters are calibrated.
         tokens: task -> tokens it is calibrated on.
-        batch_tokens: tokens of the largest batch.
+        memory: what the run will take, see `estimate_memory`.
         disk_bytes: bytes of the shards that will be written.
     """
     kept: dict[str, list[str]] = {}
@@ -89,7 +83,7 @@ def make_plan(
                 kept.setdefault(fixed.get(name, "switched off, or no closed-form update"), []).append(f"{path}.{name}")
         linears += len(names)
         norms += len(block_norms)
-        shapes.append(_shape(student, path, block, names))
+        shapes.append(_shape(block, names))
     total = sum(tokens.values())
     return Plan(
         len(shapes),
@@ -97,18 +91,17 @@ def make_plan(
         norms,
         kept,
         dict(tokens),
-        RUNTIME_BYTES + max(_block_memory(shape, total, len(tokens), batch_tokens) for shape in shapes),
+        memory,
         disk_bytes,
         sum(_block_flops(shape, total, len(tokens)) for shape in shapes),
     )
 
 
-def _shape(student: StreamedModel, path: str, block: nn.Module, names: list[str]) -> BlockShape:
+def _shape(block: nn.Module, names: list[str]) -> BlockShape:
     sizes = {name: (len(weight), weight.shape[1]) for name in names for weight in [_weight(block, name)]}
     shared = {(name.rpartition(".")[0], width) for name, (_, width) in sizes.items()}
     return BlockShape(
         sum(parameter.numel() for parameter in block.parameters()),
-        student.block_bytes(path),
         tuple(sizes.values()),
         tuple(width for _, width in shared),
     )
@@ -116,17 +109,6 @@ def _shape(student: StreamedModel, path: str, block: nn.Module, names: list[str]
 
 def _weight(block: nn.Module, name: str) -> Tensor:
     return linear_weight(block.get_submodule(name))
-
-
-def _block_memory(shape: BlockShape, tokens: int, tasks: int, batch_tokens: int) -> int:
-    task_tokens = tokens // tasks
-    systems = sum(width * (tokens if few_in_all(tokens, width) else width) for width in shape.inputs)
-    systems += sum(rows * (tokens if few_in_all(tokens, width) else width) for rows, width in shape.linears)
-    moments = sum(2 * width * (task_tokens if few_in_task(task_tokens, width) else width) for width in shape.inputs)
-    work = 4 * WORK_ROWS * max((width for _, width in shape.linears), default=0)
-    hidden = 2 * tokens * min(shape.inputs, default=0)
-    activations = 4 * batch_tokens * sum(shape.inputs)
-    return 4 * shape.stored + FLOAT32_BYTES * (systems + moments + work + hidden + activations)
 
 
 def _block_flops(shape: BlockShape, tokens: int, tasks: int) -> float:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from featcal_hf.checkpoint import check_finite
 from featcal_hf.compare import Models, open_models, streamed_of
 from featcal_hf.data import TaskData, load_task
 from featcal_hf.errors import CheckpointError
+from featcal_hf.forecast import batch_tokens, forecast_memory
 from featcal_hf.mapping import check_mapping, locate_dataset
 from featcal_hf.plan import Plan, make_plan
 from featcal_hf.recipe import Recipe, Settings, Task, read_recipe
@@ -118,18 +119,18 @@ def _refuse_an_input(models: Models) -> None:
             )
 
 
-def plan_of(prepared: Prepared) -> Plan:
-    """What a prepared run will do and what it will take."""
+def plan_of(prepared: Prepared, activation_memory: int | None = None) -> Plan:
+    """What a prepared run will do and what it will take; see `calibrate` for `activation_memory`."""
     student = prepared.models.student
-    batches = [batch for data in prepared.data for batch in (*data.calibration, *data.holdout)]
+    tokens = {
+        task.name: sum(batch_tokens(student.module, batch.student, counted=True) for batch in data.calibration)
+        for task, data in zip(prepared.recipe.tasks, prepared.data, strict=True)
+    }
     return make_plan(
         student,
         prepared.settings,
-        {
-            task.name: sum(_tokens(student.module, batch.student, counted=True) for batch in data.calibration)
-            for task, data in zip(prepared.recipe.tasks, prepared.data, strict=True)
-        },
-        max(_tokens(student.module, batch.student, counted=False) for batch in batches),
+        tokens,
+        forecast_memory(student, prepared.data, sum(tokens.values()), activation_memory),
         bytes_to_write(student, prepared.output is not None),
     )
 
@@ -160,21 +161,6 @@ def max_positions(model: PreTrainedModel) -> int | None:
         if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):
             return int(positions) - (module.padding_idx + 1 if module.padding_idx is not None else 0)
     return int(positions)
-
-
-def _tokens(model: PreTrainedModel, inputs: Mapping[str, Tensor], counted: bool) -> int:
-    """Tokens of a batch: those that count, or with the padding that is run through the model as well."""
-    if counted:
-        text = int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else 0
-        text += int(inputs["labels"].ne(-100).sum()) if "labels" in inputs else 0
-    else:
-        text = sum(inputs[name].numel() for name in ("input_ids", "labels") if name in inputs)
-    if "pixel_values" not in inputs:
-        return text
-    patch = getattr(getattr(model.config, "vision_config", model.config), "patch_size", 16)
-    rows, columns = (patch, patch) if isinstance(patch, int) else patch
-    images, _, height, width = inputs["pixel_values"].shape
-    return text + images * (height // rows) * (width // columns)
 
 
 def _size(folder: Path) -> int:

@@ -43,7 +43,14 @@ def show_plan(console: Console, prepared: Prepared, plan: Plan) -> None:
             soft_wrap=True,
         )
     console.print(
-        f"estimated: {decimal(plan.peak_bytes)} peak memory, {decimal(plan.disk_bytes)} disk, {_work(plan.flops)}",
+        f"estimated: {decimal(plan.memory.peak)} peak memory, {decimal(plan.disk_bytes + plan.memory.in_files)} disk, "
+        f"{_work(plan.flops)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(
+        f"between blocks {decimal(plan.memory.waiting)} of the rows' features wait"
+        + (f", {decimal(plan.memory.in_files)} of them in files" if plan.memory.in_files else " in memory"),
         highlight=False,
         soft_wrap=True,
     )

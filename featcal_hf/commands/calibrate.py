@@ -68,7 +68,7 @@ def calibrate_command(
 
     def show(prepared: Prepared) -> None:
         if not quiet:
-            show_plan(console, prepared, plan_of(prepared))
+            show_plan(console, prepared, plan_of(prepared, activation_memory))
 
     with step_progress(console, quiet) as on_step:
         report = calibrate(
@@ -132,4 +132,4 @@ def check_command(
         mapping=read_mapping(mapped),
         on_stage=stages(console, quiet),
     )
-    show_plan(console, prepared, plan_of(prepared))
+    show_plan(console, prepared, plan_of(prepared, activation_memory))
