@@ -10,9 +10,9 @@ def percent(share: float) -> str:
     return f"{share:.1%}" if share < 0.0995 else f"{share:.0%}"
 
 
-def brief(value: float) -> str:
-    """A number that may be of any size: three digits."""
-    return f"{value:#.3g}".rstrip(".")
+def brief(value: float, digits: int = 3) -> str:
+    """A number that may be of any size, with so many digits."""
+    return f"{value:#.{digits}g}".rstrip(".")
 
 
 def duration(seconds: float) -> str:
