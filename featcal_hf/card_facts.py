@@ -182,7 +182,10 @@ def _row(line: Mapping[str, Any]) -> dict[str, str]:
     def shown(label: str) -> str:
         if label not in line:
             return ""
-        return metric.shown(line[label]) if metric is not None else f"{line[label]:.4g}"
+        value = line[label]
+        if metric is not None:
+            return metric.shown(value)
+        return "undefined" if value is None else f"{value:.4g}"
 
     recovered = line["recovered"]
     return {

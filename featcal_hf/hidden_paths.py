@@ -54,14 +54,14 @@ def hide_paths(text: str, names: Mapping[str, str] | None = None, *, code: bool 
     return (_IN_CODE if code else _IN_TEXT).sub(lambda match: _last(match[0]), text)
 
 
-def hide_paths_in(value: Any, names: Mapping[str, str]) -> Any:
+def hide_paths_in(value: Any, names: Mapping[str, str], *, code: bool = False) -> Any:
     """A JSON value with the local paths in its texts, keys included, replaced as `hide_paths` does."""
     if isinstance(value, str):
-        return hide_paths(value, names)
+        return hide_paths(value, names, code=code)
     if isinstance(value, list):
-        return [hide_paths_in(item, names) for item in value]
+        return [hide_paths_in(item, names, code=code) for item in value]
     if isinstance(value, dict):
-        return {hide_paths(key, names): hide_paths_in(item, names) for key, item in value.items()}
+        return {hide_paths(key, names, code=code): hide_paths_in(item, names, code=code) for key, item in value.items()}
     return value
 
 

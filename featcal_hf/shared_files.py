@@ -36,6 +36,8 @@ _NAMED = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*")
 _FIGURES = ("*.html", "*.png", "*.svg", "*.json", "*.csv")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "*.index.json", "added_tokens.json")
 """Tables of a model's own, in which a path is a token or none at all."""
+_TEMPLATES = ("tokenizer_config.json", "processor_config.json", "chat_template.json")
+"""JSON that may hold a chat template."""
 _CODE = (".py", ".jinja", ".html", ".svg")
 _TEXT = (".md", ".yml", ".yaml", ".txt", ".csv")
 
@@ -130,7 +132,7 @@ def _public_json(path: Path, names: Mapping[str, str]) -> str | None:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON ({error}); mend it or remove it before it is shared.") from error
-    cleaned = hide_paths_in(value, names)
+    cleaned = hide_paths_in(value, names, code=path.name in _TEMPLATES)
     return None if cleaned == value else json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n"
 
 

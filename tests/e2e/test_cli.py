@@ -130,7 +130,7 @@ def test_output_gets_every_side_file_and_leaves_the_merged_folder_alone(
     before, output = contents(merge.merged), merge.root / "deep" / "output"
     outcome = featcal(merge.recipe, merge.merged, "--output", output)
     assert outcome.code == 0
-    assert outcome.output.endswith(f"Wrote {output}")
+    assert outcome.output.endswith(f"Wrote {output} See it: featcal-hf report {output}")
     assert contents(merge.merged) == before
     after = contents(output)
     assert set(after) == {*before, "featcal.json", "featcal_drift.png"} - {"pytorch_model.bin"}
@@ -210,7 +210,7 @@ def test_relative_paths_are_relative_to_the_working_folder(
     monkeypatch.chdir(elsewhere)
     outcome = featcal("../recipe.yml", "../merged", "--output", "out")
     assert outcome.code == 0, outcome
-    assert outcome.output.endswith("Wrote out")
+    assert outcome.output.endswith("Wrote out See it: featcal-hf report out")
     assert equal_states(loaded_state(elsewhere / "out"), loaded_state(calibrated.merged))
 
 
@@ -218,7 +218,7 @@ def test_paths_with_brackets_and_colons_are_printed_as_they_are(merge: Merge, fe
     odd = merge.root / "out[/bold] :smile:"
     outcome = featcal(merge.recipe, merge.merged, "--output", odd)
     assert outcome.code == 0
-    assert outcome.output.endswith(f"Wrote {odd}")
+    assert outcome.output.endswith(f"Wrote {odd} See it: featcal-hf report {odd}")
 
 
 def test_a_fresh_merge_beside_the_report_of_an_old_one_is_calibrated(merge: Merge, featcal: Featcal) -> None:

@@ -37,6 +37,9 @@ def made(sharded: Merge, tmp_path_factory: pytest.TempPathFactory) -> Merge:
     for name in (".featcal.lock", ".cache/huggingface/x", ".featcal/block-0", "optimizer.pt", "checkpoint-1/model.bin"):
         (merge.merged / name).parent.mkdir(parents=True, exist_ok=True)
         (merge.merged / name).write_bytes(b"not to be shared")
+    tokenizer = json.loads((merge.merged / "tokenizer_config.json").read_text())
+    tokenizer["chat_template"] = "{{ '/think/hard' }} {% for m in messages %}</{{ m }}>/a/b{% endfor %}"
+    (merge.merged / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     config = json.loads((merge.merged / "config.json").read_text())
     (merge.merged / "config.json").write_text(json.dumps(config | {"_name_or_path": "/home/someone/models/base"}))
     return merge
@@ -92,7 +95,7 @@ def test_no_file_that_arrives_has_a_local_path_in_it(calibrated: Merge, hub: Hub
     for name, content in hub.files("me/sums").items():
         assert str(calibrated.root).encode() not in content, name
         assert b"someone" not in content, name
-        if name.endswith((".json", ".md", ".yml")) and name != "tokenizer.json":
+        if name.endswith((".json", ".md", ".yml")) and not name.startswith("tokenizer"):
             assert first_path(content.decode()) is None, name
 
 
