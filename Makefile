@@ -16,7 +16,7 @@ help:
 demo: $(VENV)/.test ## train, merge and calibrate small real models, offline: about two minutes
 	$(BIN)/featcal-hf demo
 
-demo-llm: $(VENV)/.demo-llm ## the same with a real language model, SmolLM2-135M: about five minutes
+demo-llm: $(VENV)/.demo-llm ## the same with a real language model, SmolLM2-135M: about ten minutes of CPU time
 	$(BIN)/featcal-hf demo --llm
 
 test: $(VENV)/.test ## the fast tests
