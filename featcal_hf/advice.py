@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -148,7 +149,7 @@ def _steps(run: RunRecord) -> Iterator[Advice]:
         (module.step, name, module.name)
         for block, name in zip(run.blocks, names, strict=True)
         for module in block.modules
-        if module.step > LARGE_STEP
+        if LARGE_STEP < module.step < math.inf
     ]
     if not moved:
         return

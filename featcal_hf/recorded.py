@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError
 
 from featcal_hf.errors import CheckpointError
 from featcal_hf.save import REPORT
@@ -16,7 +16,7 @@ from featcal_hf.save import REPORT
 class _Record(BaseModel):
     """Ignores what it doesn't know, so that newer files can be read."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 class DriftRecord(_Record):
@@ -43,7 +43,7 @@ class ModuleRecord(_Record):
     """One calibrated module: its path in the block, ‖new - merged‖ / ‖merged‖, its ridge, its weighted tokens."""
 
     name: str
-    step: float
+    step: Annotated[float, AllowInfNan(True)]  # infinite where a merged weight was zero
     lambda_: float
     tokens: float
 

@@ -45,6 +45,18 @@ def test_a_record_of_something_else_names_the_first_thing_that_is_wrong() -> Non
         run_record(contents(paths=[]), "x")
 
 
+def test_a_weight_that_was_zero_may_have_moved_infinitely_but_drift_is_a_number() -> None:
+    made = contents()
+    made["blocks"][0]["modules"][0]["step"] = float("inf")
+    assert run_record(made, "x").blocks[0].modules[0].step == float("inf")
+
+    made["blocks"][0]["drift"]["math"]["after"]["relative"] = float("nan")
+    with pytest.raises(
+        CheckpointError, match=r"blocks\.0\.drift\.math\.after\.relative: Input should be a finite number"
+    ):
+        run_record(made, "x")
+
+
 def test_an_evaluation_is_read_with_the_models_that_were_measured(tmp_path: Path) -> None:
     path = tmp_path / "featcal_eval.json"
     assert read_evaluation(path) is None
