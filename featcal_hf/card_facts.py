@@ -84,12 +84,20 @@ class Folder:
         return next((parent for parent in self.parents if parent.role == "base"), None)
 
     def results(self) -> list[dict[str, str]]:
-        """One row for each metric of a task: expert, merged and calibrated model, the gap recovered."""
-        return (
-            [_row(line) for line in [*self.evaluation["results"], *self.evaluation["lm_eval"]]]
-            if self.evaluation
-            else []
-        )
+        """One row for each metric of a task: expert, merged and calibrated model, the gap recovered.
+
+        What compares with the expert is left to `featcal_eval.json`, and a loss that stands there as perplexity too.
+        """
+        if self.evaluation is None:
+            return []
+        lines = [*self.evaluation["results"], *self.evaluation["lm_eval"]]
+        told = {(line["task"], line["metric"]) for line in lines}
+        return [
+            _row(line)
+            for line in lines
+            if not (line["metric"] in _METRICS and _METRICS[line["metric"]].drift)
+            and not (line["metric"] == measures.LOSS.name and (line["task"], measures.PERPLEXITY.name) in told)
+        ]
 
     def drift(self) -> list[dict[str, str]]:
         """One row for each task: the drift of the last block's output, before and after."""

@@ -206,6 +206,7 @@ def test_an_evaluation_fills_the_table_and_a_stale_one_does_not(calibrated: Merg
     line = next(line for line in results if line["task"] == "b" and line["metric"] == "perplexity")
     row = f"| b | perplexity | {line['expert']:.2f} | {line['merged']:.2f} | {line['calibrated']:.2f} |"
     assert row in readme(calibrated)
+    assert "KL from expert" not in readme(calibrated)
     assert "featcal-hf eval recipe.yml ./calibrated --merged ./merged --experts" in readme(calibrated)
     report = calibrated.merged / "featcal.json"
     report.write_text(report.read_text() + "\n")
