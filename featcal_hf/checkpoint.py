@@ -8,7 +8,7 @@ import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ DTYPES = {
 }
 
 
+Mark = tuple[int, int, int]
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """One tensor of a checkpoint: its file, dtype and shape."""
@@ -60,12 +63,14 @@ class Checkpoint:
         tensors: name -> entry, in the order of the files.
         index: name of the shard index file, None for a single file.
         revision: commit of a Hub snapshot, None for a local folder.
+        marks: what a weight file was when its table was read: bytes, time of change, number in the file system.
     """
 
     folder: Path
     tensors: dict[str, TensorEntry]
     index: str | None
     revision: str | None
+    marks: dict[str, Mark] = field(default_factory=dict)
 
     @property
     def shards(self) -> list[str]:
@@ -87,6 +92,7 @@ class Checkpoint:
         with ExitStack() as files:
             for shard, members in by_shard.items():
                 path = self.folder / shard
+                self._check_unchanged(shard)
                 if self.pickled:
                     loaded = _load_pickle(path)
                     lazy.update((name, loaded[name]) for name in members)
@@ -94,6 +100,22 @@ class Checkpoint:
                     file = files.enter_context(_open_safetensors(path))
                     lazy.update((name, file.get_slice(name)) for name in members)
             yield lazy
+
+    def check_unchanged(self) -> None:
+        """Refuse weight files that are no longer those whose tables were read.
+
+        Raises:
+            CheckpointError: names the file.
+        """
+        for shard in self.shards:
+            self._check_unchanged(shard)
+
+    def _check_unchanged(self, shard: str) -> None:
+        if shard in self.marks and file_mark(self.folder / shard) != self.marks[shard]:
+            raise CheckpointError(
+                f"{self.folder / shard} was changed or replaced while it was in use; leave the models alone until the "
+                "run has ended, and run the same command again."
+            )
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, copied into memory."""
@@ -146,6 +168,7 @@ def open_checkpoint(folder: Path, revision: str | None = None) -> Checkpoint:
             )
         raise CheckpointError(f"{folder} has no config.json; expected a folder that from_pretrained can load.")
     index, shards, weight_map = _find_shards(folder)
+    marks = {shard: file_mark(folder / shard) for shard in shards}
     tensors: dict[str, TensorEntry] = {}
     for shard in shards:
         for name, entry in read_table(folder, shard).items():
@@ -157,7 +180,16 @@ def open_checkpoint(folder: Path, revision: str | None = None) -> Checkpoint:
             f"{folder / str(index)} lists {len(lost)} tensors that its shards don't hold ({listed(lost)}); the "
             "checkpoint is incomplete, make or download it again."
         )
-    return Checkpoint(folder, tensors, index, revision)
+    return Checkpoint(folder, tensors, index, revision, marks)
+
+
+def file_mark(path: Path) -> Mark:
+    """By what a file is known to be the same: bytes, time of change in nanoseconds, number in the file system."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return (-1, 0, 0)
+    return (stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
 def read_table(folder: Path, shard: str) -> dict[str, TensorEntry]:

@@ -22,7 +22,7 @@ from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from featcal_hf.checkpoint import Checkpoint, read_table
+from featcal_hf.checkpoint import Checkpoint, file_mark, read_table
 from featcal_hf.errors import CheckpointError, listed
 from featcal_hf.streamed import StreamedModel
 
@@ -90,11 +90,12 @@ def open_adapter(folder: Path, revision: str | None = None) -> Adapter:
         )
     for name in ("adapter_model.safetensors", "adapter_model.bin"):
         if (folder / name).is_file():
+            marks = {name: file_mark(folder / name)}
             table = read_table(folder, name)
             if not table:
                 raise CheckpointError(f"{folder / name} holds no tensors; train or download the adapter again.")
             names = {tensor.removeprefix(PEFT_PREFIX): tensor for tensor in table}
-            return Adapter(Checkpoint(folder, table, None, revision), config, names)
+            return Adapter(Checkpoint(folder, table, None, revision, marks), config, names)
     raise CheckpointError(
         f"{folder} has no adapter_model.safetensors or adapter_model.bin; the adapter is incomplete, train or download "
         "it again."

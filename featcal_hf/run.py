@@ -162,6 +162,7 @@ def calibrate_prepared(
                     discard(work / ACTIVATIONS)
                     with activations(activation_memory, work / ACTIVATIONS) as held:
                         _calibrate_rest(prepared, finished, device, held, on_step)
+                _check_unchanged(prepared)
                 new = finished.close()
                 report = RunReport(
                     prepared.recipe,
@@ -216,6 +217,13 @@ def _calibrate_rest(
         finished=finished.reports,
         read=finished.read,
     )
+
+
+def _check_unchanged(prepared: Prepared) -> None:
+    for model in prepared.models.all().values():
+        model.checkpoint.check_unchanged()
+    for adapter in prepared.models.adapters().values():
+        adapter.checkpoint.check_unchanged()
 
 
 @contextmanager

@@ -136,6 +136,11 @@ def _template_columns(setting: str, template: str) -> list[str]:
                 f"`{setting}` {template!r} has a field without a column's name; "
                 "write {column}, and {{ or }} for a brace"
             )
+        if "." in re.sub(r"\[[^]]*\]", "", field):
+            raise DataError(
+                f"`{setting}` {template!r} has the field {{{field}}}, which reaches into a value with a dot; "
+                "write {column}, or {column[key]} for a part of it"
+            )
         names += [name, *_template_columns(setting, spec or "")]
     return names
 
