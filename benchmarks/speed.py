@@ -3,6 +3,7 @@
     python benchmarks/speed.py                        # CLIP-ViT-B/32 shape, 8 tasks x 64 images, float32 and bfloat16
     python benchmarks/speed.py --tasks 2 --blocks 3   # a short look
     python benchmarks/speed.py --scaling              # how time grows with blocks, tasks and tokens
+    python benchmarks/speed.py --grams                # Grams of bfloat16 features: error and seconds
 
 Models have random weights near one base. Both ways start from the same folders and end with a written checkpoint, in
 one process, one after the other; ours is what `featcal-hf calibrate` runs once recipe and data are read.
@@ -35,6 +36,8 @@ from featcal_hf.activations import activations
 from featcal_hf.calibrate import calibrate_blocks
 from featcal_hf.checkpoint import open_checkpoint
 from featcal_hf.forward import ParkedForward
+from featcal_hf.moments import GATHERED_ROWS
+from featcal_hf.products import add_lower_triangle, float32_products
 from featcal_hf.recipe import Settings
 from featcal_hf.save import work_folder
 from featcal_hf.streamed import StreamedModel
@@ -45,6 +48,7 @@ from featcal_hf.writers import open_writer
 LAMBDA, RHO, ALPHA = 0.05, 2.0, 0.3
 MERGE_WEIGHT = 0.3
 WEIGHT_TOLERANCE, AFFINE_TOLERANCE = 3e-4, 5e-3
+BFLOAT16_TOLERANCE = 2**-8  # one rounding of the result
 PARTS = {
     "loading": [
         (StreamedModel, "__init__"),
@@ -103,7 +107,7 @@ class Shape:
         forwards = 3 * (2 * weights + attention) - 2 * d * f
         grams = 3 * d * d + f * f
         crosses = 3 * 2 * d * d + 2 * d * f
-        answers = self.tasks * 2 * (5 * d**3 - d**3 + d * d * f + d * f * f)
+        answers = self.tasks * 2 * (4 * d**3 + d * d * f + d * f * f)
         solves = (3 * d**3 + f**3) / 3 + 2 * (4 * d**3 + f * d * d + d * f * f)
         return self.blocks * (n * (forwards + grams + crosses) + answers + solves)
 
@@ -174,11 +178,15 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--ours-only", action="store_true", help="leave the plain schedule out")
     parser.add_argument("--scaling", action="store_true", help="how time grows with blocks, tasks and tokens")
+    parser.add_argument("--grams", action="store_true", help="Grams of bfloat16 features: error and seconds")
     parser.add_argument("--work-dir", type=Path, help="where the models go")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     if arguments.scaling:
         scaling(arguments.work_dir)
+        return
+    if arguments.grams:
+        grams()
         return
     shape = Shape(tasks=arguments.tasks, samples=arguments.samples, blocks=arguments.blocks, batch=arguments.batch)
     print(f"{shape}\n{shape.flops() / 1e12:.2f} TFLOP needed, {torch.get_num_threads()} threads", flush=True)
@@ -310,6 +318,8 @@ def compare(folder: Path) -> None:
     errors = {name: _difference(value, plain[name]) for name, value in mine.items()}
     for kind, tolerance in (("weights", WEIGHT_TOLERANCE), ("affines", AFFINE_TOLERANCE)):
         names = [name for name, value in mine.items() if (value.dim() > 1) == (kind == "weights")]
+        if mine[names[0]].dtype == torch.bfloat16:
+            tolerance = max(tolerance, BFLOAT16_TOLERANCE)
         worst = max(names, key=lambda name: errors[name])
         verdict = "the same" if errors[worst] <= tolerance else "NOT THE SAME"
         print(f"    {kind}: {verdict}, largest relative difference {errors[worst]:.1e} ({worst})", flush=True)
@@ -342,6 +352,28 @@ def matmul_rate(shape: Shape) -> float:
                 product()
         best = min(best, time.perf_counter() - started)
     return work / best
+
+
+def grams() -> None:
+    """Print how exact and how fast Grams of bfloat16 features are, as float32 and as bfloat16 products."""
+    print(f"{'tokens':>7} {'width':>6} {'float32':>18} {'bfloat16 units':>18} {'gain':>6}")
+    for width in (768, 2048, 3072):
+        features = torch.randn(GATHERED_ROWS, width, generator=torch.Generator().manual_seed(0)).bfloat16()
+        exact = torch.tril(features.double().T @ features.double())
+        results = []
+        for rounded in (False, True):
+            with float32_products(rounded):
+                seconds = min(_gram(features)[1] for _ in range(7))
+                results.append((float((_gram(features)[0].double() - exact).norm() / exact.norm()), seconds))
+        listed = " ".join(f"{error:8.1e} {seconds * 1e3:6.1f} ms" for error, seconds in results)
+        print(f"{GATHERED_ROWS:>7} {width:>6} {listed} {results[0][1] / results[1][1]:6.2f}", flush=True)
+
+
+def _gram(features: Tensor) -> tuple[Tensor, float]:
+    total, rows = torch.zeros(features.shape[1], features.shape[1]), features.float()
+    started = time.perf_counter()
+    add_lower_triangle(total, rows, rows)
+    return torch.tril(total), time.perf_counter() - started
 
 
 def scaling(work_dir: Path | None) -> None:

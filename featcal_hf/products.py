@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TRIANGLE_ROWS = 256
+TRIANGLE_COLUMNS = 512
+SQUARE = 256
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -25,14 +26,14 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def add_lower_triangle(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
     """Add factor · leftᵀ right to the lower triangle of `total`, for a product that is symmetric."""
-    for start in range(0, len(total), TRIANGLE_ROWS):
-        end = min(start + TRIANGLE_ROWS, len(total))
-        total[start:end, :end].addmm_(left[:, start:end].T, right[:, :end], alpha=factor)
+    for start in range(0, len(total), TRIANGLE_COLUMNS):
+        columns = slice(start, start + TRIANGLE_COLUMNS)
+        total[start:, columns].addmm_(left[:, start:].T, right[:, columns], alpha=factor)
 
 
 def mirror_lower_triangle(total: Tensor) -> None:
     """Copy the lower triangle to the upper one, in squares that the processor's cache holds."""
-    squares = [slice(start, start + TRIANGLE_ROWS) for start in range(0, len(total), TRIANGLE_ROWS)]
+    squares = [slice(start, start + SQUARE) for start in range(0, len(total), SQUARE)]
     for number, rows in enumerate(squares):
         for columns in squares[:number]:
             total[columns, rows] = total[rows, columns].T

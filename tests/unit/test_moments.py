@@ -17,7 +17,7 @@ from featcal_hf.moments import (
     frobenius,
     task_input,
 )
-from featcal_hf.products import TRIANGLE_ROWS
+from featcal_hf.products import TRIANGLE_COLUMNS
 
 CPU = torch.device("cpu")
 TOKENS, WIDTH, OUT = 40, 12, 5
@@ -122,10 +122,11 @@ def test_how_tokens_are_split_into_batches_does_not_matter(kind: str) -> None:
     close(answers[1], answers[0])
 
 
-@pytest.mark.parametrize("rows", [1, 5, WIDTH - 1, WIDTH])
+@pytest.mark.parametrize("size", [1, 5, WIDTH - 1, WIDTH])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gram_wider_than_one_triangle_block_is_whole(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featcal_hf.products.TRIANGLE_ROWS", rows)
+def test_a_gram_wider_than_one_triangle_block_is_whole(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("featcal_hf.products.TRIANGLE_COLUMNS", size)
+    monkeypatch.setattr("featcal_hf.products.SQUARE", size)
     sample = Sample(True)
     moments = sample.moments(kind)
     close(gram_of(moments, WIDTH), sample.gram)
@@ -134,7 +135,7 @@ def test_a_gram_wider_than_one_triangle_block_is_whole(kind: str, rows: int, mon
 
 
 def test_a_gram_wider_than_the_real_triangle_block_is_symmetric_to_the_last_bit() -> None:
-    width = TRIANGLE_ROWS + 5
+    width = TRIANGLE_COLUMNS + 5
     moments = InputMoments(width, 30, {}, CPU)
     x = torch.randn(30, width, generator=torch.Generator().manual_seed(0))
     moments.add(x, x, None)

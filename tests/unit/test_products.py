@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from featcal_hf import Settings, calibrate_model
 from featcal_hf.moments import GATHERED_ROWS, InputMoments
 from featcal_hf.products import (
-    TRIANGLE_ROWS,
+    TRIANGLE_COLUMNS,
     add_lower_triangle,
     add_product,
     float32_products,
@@ -22,7 +22,7 @@ from featcal_hf.products import (
 )
 
 CPU = torch.device("cpu")
-SIZE = TRIANGLE_ROWS + 5
+SIZE = TRIANGLE_COLUMNS + 5
 needs_bfloat16_units = pytest.mark.skipif(
     not multiplies_bfloat16(CPU), reason="this processor has no units that multiply bfloat16 and add in float32"
 )
