@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel
 from transformers.utils import logging
 
-from featcal_hf import save, streams
+from featcal_hf import streams
 from featcal_hf.activations import activations
 from featcal_hf.calibrate import calibrate_blocks
 from featcal_hf.checkpoint import open_checkpoint
@@ -43,7 +43,7 @@ from featcal_hf.save import work_folder
 from featcal_hf.streamed import StreamedModel
 from featcal_hf.streams import CalibrationTask
 from featcal_hf.systems import BlockSystems, TaskMoments
-from featcal_hf.writers import open_writer
+from featcal_hf.writers import SafetensorsWriter, open_writer
 
 LAMBDA, RHO, ALPHA = 0.05, 2.0, 0.3
 MERGE_WEIGHT = 0.3
@@ -73,9 +73,9 @@ PARTS = {
     ],
     "solves": [(BlockSystems, "solve")],
     "saving": [
-        (save.SafetensorsWriter, "__init__"),
-        (save.SafetensorsWriter, "write"),
-        (save.SafetensorsWriter, "complete"),
+        (SafetensorsWriter, "__init__"),
+        (SafetensorsWriter, "write"),
+        (SafetensorsWriter, "complete"),
     ],
 }
 
