@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,6 +47,7 @@ from featcal_hf.writers import SafetensorsWriter, open_writer
 
 LAMBDA, RHO, ALPHA = 0.05, 2.0, 0.3
 MERGE_WEIGHT = 0.3
+SCALING_RUNS = 2
 WEIGHT_TOLERANCE, AFFINE_TOLERANCE = 3e-4, 5e-3
 BFLOAT16_TOLERANCE = 2**-8  # one rounding of the result
 PARTS = {
@@ -378,17 +379,20 @@ def _gram(features: Tensor) -> tuple[Tensor, float]:
 
 def scaling(work_dir: Path | None) -> None:
     """Print times at 1, 2 and 4 times the blocks, tasks and tokens, and the exponents fitted to them."""
-    start = Shape(hidden=256, intermediate=1024, heads=4, blocks=3, image=64, patch=8, tasks=2, samples=64, batch=32)
+    start = Shape(hidden=256, intermediate=1024, heads=4, blocks=3, image=64, patch=8, tasks=2, samples=128, batch=32)
     print(f"{start}\n{'':>8} {'1x':>8} {'2x':>8} {'4x':>8} {'exponent':>9}")
+    once = _best_seconds(start, work_dir)
     for what in ("blocks", "tasks", "samples"):
-        seconds = []
-        for factor in (1, 2, 4):
-            shape = Shape(**{**start.__dict__, what: getattr(start, what) * factor})
-            with tempfile.TemporaryDirectory(dir=work_dir) as folder:
-                build(Path(folder), shape, torch.float32)
-                seconds.append(min(ours(Path(folder), shape, torch.float32).wall for _ in range(3)))
-        exponent = math.log(seconds[2] / seconds[0]) / math.log(4)
+        shapes = [replace(start, **{what: getattr(start, what) * factor}) for factor in (2, 4)]
+        seconds = [once, *(_best_seconds(shape, work_dir) for shape in shapes)]
+        exponent = math.log(seconds[2] / seconds[0]) / math.log(4)  # the least-squares slope of three such points
         print(f"{what:>8} {seconds[0]:8.2f} {seconds[1]:8.2f} {seconds[2]:8.2f} {exponent:9.2f}", flush=True)
+
+
+def _best_seconds(shape: Shape, work_dir: Path | None) -> float:
+    with tempfile.TemporaryDirectory(dir=work_dir) as folder:
+        build(Path(folder), shape, torch.float32)
+        return min(ours(Path(folder), shape, torch.float32).wall for _ in range(SCALING_RUNS))
 
 
 if __name__ == "__main__":
