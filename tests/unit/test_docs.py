@@ -38,7 +38,7 @@ def check_command(words: list[str]) -> None:
     elif program == "mergekit-yaml":
         mergekit_yaml.make_context(program, arguments).close()
     elif program == "make":
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert {word for word in arguments if "=" not in word} <= set(targets)
     elif program == "python":
         assert arguments[0] == "-m" or (ROOT / arguments[0]).is_file()
