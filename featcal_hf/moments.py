@@ -33,7 +33,7 @@ from featcal_hf.products import (
 
 GATHERED_ROWS = 1024
 FEW_TOKENS = 0.75
-FEW_TOKENS_OF_ALL = 0.2
+FEW_TOKENS_OF_ALL = 0.75
 
 
 NO_OUTPUTS: Mapping[str, Tensor] = MappingProxyType({})
@@ -135,10 +135,9 @@ def few_in_task(tokens: int, width: int) -> bool:
 
 
 def few_in_all(tokens: int, width: int) -> bool:
-    """Whether the tokens of all tasks are so few that a system over them is small beside one over d_in.
+    """Whether the tokens of all tasks are so few that a system over them is smaller and cheaper than one over d_in.
 
-    Such a system grows with the number of tasks; it is used while it is at most a fifth of the other, so that peak
-    memory does not depend on the number of experts.
+    Such a system grows with the number of tasks, up to the size of the other, whose tasks' Grams it does without.
     """
     return tokens <= FEW_TOKENS_OF_ALL * width
 

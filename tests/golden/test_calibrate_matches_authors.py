@@ -123,7 +123,7 @@ def padded_batches(seed: int, count: int, rows: int, tokens: int) -> list[dict[s
     ids=[
         "more tokens than inputs",
         "a task has fewer than the MLP's inputs",
-        "all tasks together have a fifth of them",
+        "all tasks together have fewer than any module's inputs",
     ],
 )
 @pytest.mark.parametrize("adaptive", [False, True], ids=["lambda 0.05", "adaptive"])
