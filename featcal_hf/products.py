@@ -1,7 +1,7 @@
 """Products of features summed in float32, and how precisely a backend multiplies float32 numbers.
 
-A bfloat16 number times another is exact in float32, so processors that multiply bfloat16 and add in float32 (AMX,
-tensor cores) give the same sums as float32 products, several times faster. PyTorch does that to float32 tensors where
+A bfloat16 number times another is exact in float32, so processors that multiply bfloat16 and add in float32 (AMX)
+give the same sums as float32 products, faster. PyTorch does that to float32 tensors where
 it is allowed to round them first; for numbers that came from bfloat16 there is nothing to round. All other float32
 numbers are multiplied in full, whatever the process has allowed: a Gram of rounded features is another Gram.
 """
@@ -51,22 +51,23 @@ def halves(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether the device has units that multiply bfloat16 and add in float32."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+    """Whether the device has units that multiply bfloat16 and add in float32, rounding each sum to the nearest.
+
+    Tensor cores cut sums off instead, which adds up over a Gram's diagonal: GPUs multiply in full.
+    """
     return device.type == "cpu" and torch.cpu._is_amx_tile_supported()
 
 
 @contextmanager
 def float32_products(rounded: bool) -> Iterator[None]:
-    """While open, float32 matrix products are exact, or `rounded`: computed as bfloat16 or TF32 hardware does it.
+    """While open, float32 matrix products are exact, or `rounded`: on the CPU, computed from bfloat16 numbers.
 
     The settings are PyTorch's own, of the whole process; what they were is put back.
     """
     with ExitStack() as stack:
         if hasattr(torch.backends.mkldnn, "matmul"):
             stack.enter_context(_precision(torch.backends.mkldnn.matmul, "bf16" if rounded else "ieee"))
-            stack.enter_context(_precision(torch.backends.cuda.matmul, "tf32" if rounded else "ieee"))
+            stack.enter_context(_precision(torch.backends.cuda.matmul, "ieee"))
         else:
             before = torch.get_float32_matmul_precision()
             stack.callback(torch.set_float32_matmul_precision, before)
