@@ -28,6 +28,8 @@ from featcal_hf.writers import sync
 FIGURE = "featcal_drift.png"
 BESIDE = "featcal_card.md"
 """Where the card goes where a person wrote README.md."""
+_RECIPE = "<!-- featcal:recipe -->"
+"""The recipe's place until the card's blank lines are tidied, for it is shown to the letter."""
 _PACKAGES = ("featcal_hf", "mergekit", "torch", "transformers", "datasets")
 _BY_MERGEKIT = {"text-generation", "text-classification"}
 """Tasks whose models mergekit-yaml merges; `featcal-hf merge` is there for the others."""
@@ -135,7 +137,8 @@ def render_card(
         raise CardError(
             f"the card's template can't be rendered ({error}); mend it, or leave --template out."
         ) from error
-    return filled(re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n", kept_blocks(before))
+    tidy = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
+    return filled(tidy.replace(_RECIPE, folder.report["recipe"].rstrip()), kept_blocks(before))
 
 
 def check_license(given: CardSpec, parents: Sequence[Parent]) -> None:
@@ -178,7 +181,6 @@ def _context(folder: Folder, license: License, before: str, name: str | None, re
         pipeline=usage.pipeline,
         results=results,
     )
-    recipe = report["recipe"].rstrip()
     return {
         "metadata": metadata.to_yaml(),
         "name": title,
@@ -192,8 +194,8 @@ def _context(folder: Folder, license: License, before: str, name: str | None, re
         "results": folder.results(),
         "drift": folder.drift(),
         "figure": FIGURE if folder.drift() else None,
-        "recipe": recipe,
-        "fence": "`" * max(3, 1 + max((len(run) for run in re.findall("`+", recipe)), default=0)),
+        "recipe": _RECIPE,
+        "fence": "`" * max(3, 1 + max((len(run) for run in re.findall("`+", report["recipe"])), default=0)),
         "settings": report["settings"],
         "modules": folder.modules(),
         "blocks": len(report["blocks"]),

@@ -189,12 +189,14 @@ def test_a_parent_s_card_that_can_t_be_read_is_said_to_be_so(merge: Merge) -> No
 
 
 def test_the_recipe_names_the_model_its_licence_and_its_languages(merge: Merge) -> None:
-    merge.edit_recipe("featcal:\n", "featcal:\n  license: llama3.2\n  language: [en, de]\n  name: Sums\n")
+    card = "  license: llama3.2\n  language: [en, de]\n  name: Sums\n"
+    merge.edit_recipe("featcal:\n", f"# ```\n\n\n\nfeatcal:\n{card}")
     report = calibrate(merge.recipe, merge.merged, random_seed=7)
     data = ModelCard(readme(merge)).data
     assert (data.license, data.language) == ("llama3.2", ["en", "de"])
     assert "# Sums\n" in readme(merge)
     assert "--random-seed 7" in readme(merge)
+    assert f"````yaml\n{merge.recipe.read_text().replace(str(merge.root), '.')}````\n" in readme(merge), "to the letter"
     assert report.card is not None
     assert not any("licence" in note for note in report.card.notes)
 
