@@ -1,15 +1,17 @@
-"""Peak memory of a calibration: Llama shapes with random weights, written shard by shard, never held whole.
+"""Peak memory and disk traffic of a calibration: Llama shapes with random weights, written shard by shard, never whole.
 
     python benchmarks/memory.py                      # 1B shape: 2 and 4 experts, 16 and 32 blocks
     python benchmarks/memory.py --runs 1b:2:16       # shape:experts:blocks, any number
 
-Each run is a process of its own; its peak resident memory is what the kernel counted.
+Each run is a process of its own: its peak resident memory, and the bytes that it had to fetch from the disk, are what
+the kernel counted. The models are put out of the page cache before, so that all that is read is fetched once at least.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -31,7 +33,7 @@ SHAPES = {
 }
 VOCABULARY = 128256
 WORDS = 4000
-SAMPLES, TOKENS = 8, 128
+SAMPLES, HELD_OUT, TOKENS = 8, 2, 128
 
 
 def main() -> None:
@@ -41,16 +43,19 @@ def main() -> None:
     parser.add_argument("--work-dir", type=Path, help="where the models go; needs room for all of a run's models")
     arguments = parser.parse_args()
     print(
-        f"{'shape':>6} {'experts':>7} {'blocks':>6} {'peak GiB':>9} {'seconds':>8} {'read GB':>8} {'model GB':>8}",
+        f"{'shape':>6} {'experts':>7} {'blocks':>6} {'peak GiB':>9} {'seconds':>8} {'fetched GB':>10} {'models GB':>9}",
         flush=True,
     )
     for run in arguments.runs:
         shape, experts, blocks = run.split(":")
         with tempfile.TemporaryDirectory(dir=arguments.work_dir) as folder:
             recipe, merged = build(Path(folder), shape, int(experts), int(blocks))
-            peak, seconds, read = measure(recipe, merged)
-            size = sum(file.stat().st_size for file in merged.glob("*.safetensors"))
-        sizes = f"{peak / 2**30:9.2f} {seconds:8.1f} {read / 1e9:8.1f} {size / 1e9:8.1f}"
+            files = list(Path(folder).glob("*/*.safetensors"))
+            size = sum(file.stat().st_size for file in files)
+            for file in files:
+                evict(file)
+            peak, seconds, fetched = measure(recipe, merged)
+        sizes = f"{peak / 2**30:9.2f} {seconds:8.1f} {fetched / 1e9:10.2f} {size / 1e9:9.2f}"
         print(f"{shape:>6} {experts:>7} {blocks:>6} {sizes}", flush=True)
 
 
@@ -77,7 +82,7 @@ def build(folder: Path, shape: str, experts: int, blocks: int) -> tuple[Path, Pa
     tasks = []
     for seed, name in enumerate(names):
         source = random.Random(seed)
-        rows = [" ".join(f"w{source.randrange(WORDS)}" for _ in range(TOKENS)) for _ in range(SAMPLES)]
+        rows = [" ".join(f"w{source.randrange(WORDS)}" for _ in range(TOKENS)) for _ in range(SAMPLES + HELD_OUT)]
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
         tasks.append({"model": str(folder / name), "dataset": {"path": str(data)}, "text": "text"})
@@ -89,7 +94,7 @@ def build(folder: Path, shape: str, experts: int, blocks: int) -> tuple[Path, Pa
                 "base_model": str(folder / "base"),
                 "models": [{"model": str(folder / name), "parameters": {"weight": 0.3}} for name in names],
                 "dtype": "bfloat16",
-                "featcal": {"samples": SAMPLES, "holdout": 0, "max_length": TOKENS, "tasks": tasks},
+                "featcal": {"samples": SAMPLES, "holdout": HELD_OUT, "max_length": TOKENS, "tasks": tasks},
             },
             indent=1,
         ),
@@ -99,10 +104,10 @@ def build(folder: Path, shape: str, experts: int, blocks: int) -> tuple[Path, Pa
 
 
 def measure(recipe: Path, merged: Path) -> tuple[int, float, int]:
-    """Run the command; returns its peak resident bytes, seconds, and bytes read through system calls or faults."""
-    command = Path(sys.executable).with_name("featcal-hf")
+    """Run the command; returns its peak resident bytes, seconds, and bytes fetched from the disk."""
     started = time.perf_counter()
-    process = subprocess.Popen([str(command), "calibrate", str(recipe), str(merged), "--quiet"])
+    command = [sys.executable, "-m", "featcal_hf", "calibrate", str(recipe), str(merged), "--quiet"]
+    process = subprocess.Popen(command)
     status: dict[str, int] = {}
     watcher = threading.Thread(target=_watch, args=(process.pid, status))
     watcher.start()
@@ -110,7 +115,14 @@ def measure(recipe: Path, merged: Path) -> tuple[int, float, int]:
     watcher.join()
     if code != 0:
         raise SystemExit(f"featcal-hf failed with exit code {code}")
-    return status["peak"], time.perf_counter() - started, status["read"]
+    return status["peak"], time.perf_counter() - started, status["fetched"]
+
+
+def evict(file: Path) -> None:
+    """Put a file out of the page cache."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _watch(pid: int, status: dict[str, int]) -> None:
@@ -120,7 +132,7 @@ def _watch(pid: int, status: dict[str, int]) -> None:
             if "VmHWM" not in fields:
                 return
             status["peak"] = int(fields["VmHWM"].split()[0]) * 1024
-            status["read"] = int(dict(_fields(Path(f"/proc/{pid}/io").read_text()))["rchar"])
+            status["fetched"] = int(dict(_fields(Path(f"/proc/{pid}/io").read_text()))["read_bytes"])
         except (FileNotFoundError, ProcessLookupError):
             return
         time.sleep(0.05)

@@ -46,12 +46,12 @@ def _llama(**changes: int) -> Callable[[], PreTrainedModel]:
 
 
 SHAPES = {
-    "llama": Shape(_llama(), {"text": "text"}, (64, 512)),
-    "llama-large-vocabulary": Shape(_llama(vocab_size=128_256), {"text": "text"}, (64, 512), torch.bfloat16),
+    "llama": Shape(_llama(), {"text": "text"}, (64, 256)),
+    "llama-large-vocabulary": Shape(_llama(vocab_size=128_256), {"text": "text"}, (64, 256), torch.bfloat16),
     "llama-gqa": Shape(
         _llama(hidden_size=1536, intermediate_size=4096, num_key_value_heads=2),
         {"text": "text"},
-        (64, 512),
+        (64, 256),
         torch.bfloat16,
     ),
     "t5": Shape(
@@ -70,7 +70,7 @@ SHAPES = {
             )
         ),
         {"prompt": "{text}", "completion": "{answer}"},
-        (64, 384),
+        (64, 192),
     ),
     "clip-vision": Shape(
         lambda: hf.CLIPVisionModel(
@@ -98,7 +98,7 @@ SHAPES = {
             )
         ),
         {"text": "text"},
-        (64, 512),
+        (64, 256),
     ),
 }
 

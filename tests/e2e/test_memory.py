@@ -25,7 +25,7 @@ print(json.dumps({"imports": imports, "predicted": predicted[0], "measured": pea
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's own count of a process's peak")
-@pytest.mark.parametrize(("experts", "long"), [(2, False), (4, True)], ids=["2 experts short", "4 experts long"])
+@pytest.mark.parametrize(("experts", "long"), [(2, False), (4, True)], ids=["two-experts-short", "four-experts-long"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_peak_that_is_predicted_is_measured_within_a_quarter(
     name: str, experts: int, long: bool, tmp_path: Path
