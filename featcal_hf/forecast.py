@@ -75,11 +75,14 @@ def _padded(student: StreamedModel, batches: Sequence[Batch]) -> int:
 
 
 def _output_bytes(student: StreamedModel, tokens: int) -> int:
-    """What the heads over a vocabulary of two models take, and the logits of a task's held-out tokens."""
+    """What the heads over a vocabulary of two models take, and the logits of a task's held-out tokens.
+
+    A third head is the copy that a product in half precision makes of its weight.
+    """
     head = student.module.get_output_embeddings()
     if head is None or not tokens:
         return 0
     weight: Tensor = head.weight
     numbers = tokens * len(weight)
     logits = min(LOGIT_BYTES, numbers * weight.element_size())
-    return 2 * weight.numel() * weight.element_size() + 3 * logits + COPIES * 4 * min(NUMBERS_AT_ONCE, numbers)
+    return 3 * weight.numel() * weight.element_size() + 3 * logits + COPIES * 4 * min(NUMBERS_AT_ONCE, numbers)

@@ -10,7 +10,7 @@ from featcal_hf.moments import GATHERED_ROWS, few_in_all, few_in_task
 from featcal_hf.solve import WORK_ROWS
 
 FLOAT32_BYTES = 4
-RUNTIME_BYTES = 40_000_000
+RUNTIME_BYTES = 20_000_000
 """What libraries take once they compute: threads, kernels, and what the allocator keeps for itself."""
 
 
