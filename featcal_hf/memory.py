@@ -78,7 +78,9 @@ def _block(stored: int, inputs: tuple[ModuleInput, ...], load: Load) -> int:
     )
     add = moments + work
     solve = stored + max((_solve(group, load) for group in groups), default=0) - moments
-    return 3 * stored + systems + max(collect, add, solve)
+    # Products in half precision make copies of their weights.
+    is_half = stored < 3 * sum(rows * width for group in groups for rows, width in group.linears)
+    return (4 if is_half else 3) * stored + systems + max(collect, add, solve)
 
 
 def _system(group: ModuleInput, load: Load) -> int:
