@@ -3,7 +3,7 @@
 For each seed: rows are split, a linear head is fitted for each task on a few of the base's features and then frozen,
 one expert a task is fine-tuned towards its head, and the experts are merged with `featcal-hf merge` at the weight that
 is best on validation rows. The merged body is calibrated on training rows (their labels are not read) and every task is
-classified with its own head. Test rows are used for the reported accuracies, once, and validation rows for choices.
+classified with its own head. Test rows are for the reported accuracies, validation rows for choices.
 """
 
 from __future__ import annotations
