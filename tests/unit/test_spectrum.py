@@ -46,7 +46,7 @@ def test_the_norm_of_a_lower_triangle_is_that_of_the_whole() -> None:
 
 
 def test_a_system_over_tokens_and_one_over_the_width_agree() -> None:
-    moments = [InputFeatures(48, torch.device("cpu")), InputMoments(48, {}, torch.device("cpu"))]
+    moments = [InputFeatures(48, torch.device("cpu")), InputMoments(48, 9, {}, torch.device("cpu"))]
     x = torch.randn(9, 48, generator=GENERATOR)
     x[:, 0] += 3  # a direction that stands out, as in real features
     found = []
