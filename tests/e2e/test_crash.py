@@ -205,9 +205,10 @@ def test_a_kill_during_the_forwards_leaves_the_merged_model(at: int, merge: Merg
 
 
 INTERRUPTIBLE = """
-import sys, time
+import signal, sys, time
 from featcal_hf import cli, run
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell started in the background ignores
 calibrate_blocks = run.calibrate_blocks
 
 def slowly(*arguments, on_step, **options):
