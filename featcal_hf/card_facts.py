@@ -128,7 +128,9 @@ def read_folder(path: Path) -> Folder:
     Raises:
         CardError: it was not calibrated, or by a version that didn't record what a card needs.
     """
-    written = _read_json(path / REPORT, f"calibrate the model first: `featcal-hf calibrate RECIPE {path}`")
+    missing = not (path / REPORT).exists()
+    first = "calibrate the model first" if missing else "the record is damaged: merge again, then calibrate"
+    written = _read_json(path / REPORT, f"{first}: `featcal-hf calibrate RECIPE {path}`")
     if "parents" not in written:
         raise CardError(
             f"{path / REPORT} doesn't say what the model is made of: an older version wrote it; calibrate the merged "

@@ -213,6 +213,8 @@ def read_run(model_dir: Path) -> RunRecord:
     Raises:
         CheckpointError: it isn't there, or is something else.
     """
+    if not model_dir.is_dir():
+        raise CheckpointError(f"{model_dir} is not a folder; name one that `featcal-hf calibrate` has written.")
     path = model_dir / REPORT
     if not path.is_file():
         raise CheckpointError(

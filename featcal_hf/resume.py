@@ -227,5 +227,5 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if name in before and name in now and max(len(str(old)), len(str(new))) <= SHORT:
             phrases.append(f"{name} was {old} and is {new}")
         else:
-            phrases.append(f"{name} {'has changed' if name in before and name in now else 'came or went'}")
+            phrases.append(f"{name} {'changed' if name in before and name in now else 'came or went'}")
     return phrases

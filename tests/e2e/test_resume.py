@@ -203,11 +203,11 @@ def _config(merge: Merge) -> None:
     ("change", "reason"),
     [
         (_alpha, "featcal.alpha was 0.3 and is 0.5"),
-        (_rows, "the inputs of task a (rows, tokens or batches) has changed"),
-        (_batches, "the inputs of task a (rows, tokens or batches) has changed"),
-        (_expert, "/a's model.safetensors has changed"),
-        (_merged, "merged model's model.safetensors has changed"),
-        (_config, "base model's config.json has changed"),
+        (_rows, "the inputs of task a (rows, tokens or batches) changed"),
+        (_batches, "the inputs of task a (rows, tokens or batches) changed"),
+        (_expert, "/a's model.safetensors changed"),
+        (_merged, "merged model's model.safetensors changed"),
+        (_config, "base model's config.json changed"),
     ],
     ids=["a setting", "the rows", "the batches", "an expert", "the merged model", "a config"],
 )

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from records import contents
 
-from featcal_hf.errors import CheckpointError
+from featcal_hf.card_facts import read_folder
+from featcal_hf.errors import CardError, CheckpointError
 from featcal_hf.recorded import read_evaluation, read_run, run_record
 
 
@@ -67,3 +68,16 @@ def test_an_evaluation_is_read_with_the_models_that_were_measured(tmp_path: Path
 
     assert found is not None
     assert (found.results[0].merged, found.results[0].calibrated, found.results[0].expert) == (0.5, 0.75, None)
+
+
+def test_a_folder_that_is_not_there_is_told_from_one_that_was_not_calibrated(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere is not a folder"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_a_card_of_a_damaged_record_advises_a_new_merge_not_a_second_calibration(tmp_path: Path) -> None:
+    with pytest.raises(CardError, match="calibrate the model first"):
+        read_folder(tmp_path)
+    (tmp_path / "featcal.json").write_text('{"blocks": [')
+    with pytest.raises(CardError, match="the record is damaged: merge again, then calibrate"):
+        read_folder(tmp_path)
