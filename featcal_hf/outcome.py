@@ -21,9 +21,11 @@ from featcal_hf.models import BlockModel
 from featcal_hf.streams import Pair, TaskStreams
 from featcal_hf.tokens import own_mask
 
+PREDICTIONS = 512
+"""Tokens of a task, all its held-out batches together, whose logits are compared: a head over a vocabulary is the
+dearest module of a small model, and means over a few hundred tokens say enough."""
 LOGIT_BYTES = 2**26
-"""Logits of one model that a task's held-out rows may take, all batches together: a head is the dearest module of a
-small model with a large vocabulary, and means over a few hundred tokens say enough."""
+"""What these tokens' logits may take in one model; with a large vocabulary they are fewer."""
 LEAST_ROWS = 3
 _log = logging.getLogger(__name__)
 
@@ -69,7 +71,8 @@ class OutputChange:
     Attributes:
         before: of the merged model.
         after: of the calibrated model.
-        predictions: tokens, or rows of a classifier, that the means are over.
+        predictions: tokens, or rows of a classifier, that the means are over: all of a task with no more than
+            `PREDICTIONS` tokens, otherwise that many or somewhat fewer, spread evenly over each batch.
     """
 
     before: OutputDistance
@@ -164,8 +167,8 @@ def _output_change(task: TaskStreams, student: BlockModel, stream: str) -> Outpu
                 (pair.merged, pair.merged_output, student.module),
                 (pair.student, pair.student_output, student.module),
             )
-            budget = None if "labels" in pair.inputs.inputs else LOGIT_BYTES // len(task.holdout)
-            logits = [_logits(run, output, model, mask, budget) for run, output, model in runs if run]
+            share = None if "labels" in pair.inputs.inputs else 1 / len(task.holdout)
+            logits = [_logits(run, output, model, mask, share) for run, output, model in runs if run]
             pair.expert_output = pair.merged_output = pair.student_output = None
             if any(value is None for value in logits):
                 return None
@@ -183,10 +186,10 @@ def _distance(meter: OutputDrift) -> OutputDistance:
 
 
 def _logits(
-    run: ParkedForward, output: Any, model: nn.Module, mask: Tensor | None, budget: int | None
+    run: ParkedForward, output: Any, model: nn.Module, mask: Tensor | None, share: float | None
 ) -> Tensor | None:
     """Logits (n, vocabulary) of the tokens or rows that count; None if the model has none."""
-    with _chosen_tokens(model, mask, budget) as chosen:
+    with _chosen_tokens(model, mask, share) as chosen:
         if run.call is not None:
             run.resume(output)
     result, run.result = run.result, None
@@ -197,11 +200,11 @@ def _logits(
 
 
 @contextmanager
-def _chosen_tokens(model: Any, mask: Tensor | None, budget: int | None) -> Iterator[list[int]]:
-    """While open, a head over the vocabulary gets as many of the tokens that count as make `budget` bytes of logits.
+def _chosen_tokens(model: Any, mask: Tensor | None, share: float | None) -> Iterator[list[int]]:
+    """While open, a head over the vocabulary gets a batch's `share` of `PREDICTIONS` or `LOGIT_BYTES`, what is less.
 
-    They are spread evenly. Yields a list that is empty where there is no such head, or no budget: a model that
-    computes a loss needs the logits of all tokens.
+    They are spread evenly over the tokens that count. Yields a list that is empty where there is no such head, or no
+    share: a model that computes a loss needs the logits of all tokens.
     """
     chosen: list[int] = []
     head = model.get_output_embeddings()
@@ -209,13 +212,14 @@ def _chosen_tokens(model: Any, mask: Tensor | None, budget: int | None) -> Itera
     def choose(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         tokens = args[0]
         rows = read_tokens(tokens, mask, False).flatten().nonzero().squeeze(1)
-        room = max(1, (budget or 0) // (tokens.element_size() * len(module.weight)))
+        fitting = LOGIT_BYTES / (tokens.element_size() * len(module.weight))
+        room = max(1, int((share or 0) * min(PREDICTIONS, fitting)))
         if len(rows) > room:
             rows = rows[torch.linspace(0, len(rows) - 1, room).long()]
         chosen.append(len(rows))
         return (tokens.flatten(0, 1)[rows][None], *args[1:])
 
-    handle = None if head is None or budget is None else head.register_forward_pre_hook(choose)
+    handle = None if head is None or share is None else head.register_forward_pre_hook(choose)
     try:
         yield chosen
     finally:

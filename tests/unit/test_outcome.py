@@ -24,8 +24,8 @@ def batches(rows: int, vocabulary: int, tokens: int = 6) -> list[dict[str, torch
     return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(4)]
 
 
-def run(merged, expert, rows: int = 8):
-    data = batches(rows, merged.config.vocab_size)
+def run(merged, expert, rows: int = 8, tokens: int = 6):
+    data = batches(rows, merged.config.vocab_size, tokens)
     report = calibrate_model(
         merged, experts={"task": expert}, batches={"task": data}, holdout={"task": data}, settings=Settings(rho=1.0)
     )
@@ -70,6 +70,17 @@ def test_a_large_vocabulary_is_measured_on_as_many_tokens_as_its_logits_may_take
     assert found.output is not None
     assert found.output.predictions == 2 * 5
     assert max(largest) == 5 * 500
+
+
+@pytest.mark.parametrize(("rows", "tokens", "predictions"), [(8, 40, 8 * 40), (8, 100, 512), (24, 40, 510)])
+def test_at_most_512_tokens_of_a_task_go_through_the_head_a_share_for_each_batch(
+    rows: int, tokens: int, predictions: int
+) -> None:
+    config = LlamaConfig(**SIZES, vocab_size=64)
+    found, _ = run(*models(LlamaForCausalLM, config), rows, tokens)
+
+    assert found.output is not None
+    assert found.output.predictions == predictions
 
 
 def test_a_model_without_a_head_says_so_and_keeps_its_features() -> None:
