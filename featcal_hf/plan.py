@@ -12,6 +12,12 @@ from featcal_hf.modules import linear_names, linear_weight, norms_of
 from featcal_hf.recipe import Settings
 from featcal_hf.streamed import StreamedModel
 
+FORWARDS = 3
+"""Forwards of a calibration row through each block: the expert's, the student's before and after the solve."""
+DRIFT_FORWARDS = 5
+"""Forwards of a held-out row through each block: the expert's, the merged model's, the student's; and the old and the
+new block on the expert's input, which split drift before and after."""
+
 
 @dataclass(frozen=True)
 class BlockShape:
@@ -38,6 +44,7 @@ class Plan:
         norms: norms to calibrate.
         kept: reason -> parameters of blocks that keep their merged values.
         tokens: task -> tokens it is calibrated on.
+        drift_passes: what measuring drift adds: passes over the calibration's tokens, at every block.
         memory: estimated memory of the process.
         disk_bytes: bytes written beside the merged model.
         flops: estimated floating-point operations.
@@ -48,6 +55,7 @@ class Plan:
     norms: int
     kept: dict[str, list[str]]
     tokens: dict[str, int]
+    drift_passes: float
     memory: MemoryEstimate
     disk_bytes: int
     flops: float
@@ -57,6 +65,7 @@ def make_plan(
     student: StreamedModel,
     settings: Settings,
     tokens: Mapping[str, int],
+    held_out_tokens: int,
     memory: MemoryEstimate,
     disk_bytes: int,
 ) -> Plan:
@@ -66,6 +75,7 @@ def make_plan(
         student: the merged model.
         settings: which kinds of parameters are calibrated.
         tokens: task -> tokens it is calibrated on.
+        held_out_tokens: tokens that drift is measured on, all tasks together.
         memory: what the run will take, see `estimate_memory`.
         disk_bytes: bytes of the shards that will be written.
     """
@@ -85,15 +95,17 @@ def make_plan(
         norms += len(block_norms)
         shapes.append(_shape(block, names))
     total = sum(tokens.values())
+    drift_tokens = DRIFT_FORWARDS * held_out_tokens
     return Plan(
         len(shapes),
         linears,
         norms,
         kept,
         dict(tokens),
+        drift_tokens / max(total, 1),
         memory,
         disk_bytes,
-        sum(_block_flops(shape, total, len(tokens)) for shape in shapes),
+        sum(_block_flops(shape, total, len(tokens)) + 2.0 * shape.weights * drift_tokens for shape in shapes),
     )
 
 
@@ -112,7 +124,7 @@ def _weight(block: nn.Module, name: str) -> Tensor:
 
 
 def _block_flops(shape: BlockShape, tokens: int, tasks: int) -> float:
-    forwards = 3 * 2.0 * shape.weights * tokens
+    forwards = FORWARDS * 2.0 * shape.weights * tokens
     moments = sum(3.0 * width * width for width in shape.inputs) * tokens
     sides = 2 * tasks * sum(2.0 * rows * width * width for rows, width in shape.linears)
     solves = sum(width**3 / 3 for width in shape.inputs) + sum(2.0 * rows * width**2 for rows, width in shape.linears)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from featcal_hf.checkpoint import check_finite
 from featcal_hf.compare import Models, open_models, streamed_of
 from featcal_hf.data import TaskData, load_task
+from featcal_hf.data.batches import Batch
 from featcal_hf.errors import CheckpointError
 from featcal_hf.forecast import batch_tokens, forecast_memory
 from featcal_hf.mapping import check_mapping, locate_dataset
@@ -122,14 +123,18 @@ def _refuse_an_input(models: Models) -> None:
 def plan_of(prepared: Prepared, activation_memory: int | None = None) -> Plan:
     """What a prepared run will do and what it will take; see `calibrate` for `activation_memory`."""
     student = prepared.models.student
+
+    def tokens_of(batches: list[Batch]) -> int:
+        return sum(batch_tokens(student.module, batch.student, counted=True) for batch in batches)
+
     tokens = {
-        task.name: sum(batch_tokens(student.module, batch.student, counted=True) for batch in data.calibration)
-        for task, data in zip(prepared.recipe.tasks, prepared.data, strict=True)
+        task.name: tokens_of(data.calibration) for task, data in zip(prepared.recipe.tasks, prepared.data, strict=True)
     }
     return make_plan(
         student,
         prepared.settings,
         tokens,
+        sum(tokens_of(data.holdout) for data in prepared.data),
         forecast_memory(student, prepared.data, sum(tokens.values()), activation_memory),
         bytes_to_write(student, prepared.output is not None),
     )

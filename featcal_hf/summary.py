@@ -10,7 +10,7 @@ from rich.table import Table
 
 from featcal_hf.advice import verdict
 from featcal_hf.figure_words import brief, percent
-from featcal_hf.plan import Plan
+from featcal_hf.plan import FORWARDS, Plan
 from featcal_hf.preparation import Prepared
 from featcal_hf.record import RunReport
 from featcal_hf.recorded import run_record
@@ -54,6 +54,13 @@ def show_plan(console: Console, prepared: Prepared, plan: Plan) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if plan.drift_passes:
+        console.print(
+            f"measuring drift takes {plan.drift_passes:.2f} passes over these tokens besides the calibration's "
+            f"{FORWARDS}; none with holdout: 0",
+            highlight=False,
+            soft_wrap=True,
+        )
     if prepared.unfinished is not None:
         console.print(f"{prepared.unfinished}", highlight=False, soft_wrap=True, markup=False)
     for task, data in zip(prepared.recipe.tasks, prepared.data, strict=True):

@@ -36,8 +36,10 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> StreamedModel:
     return student(tmp_path_factory.mktemp("shallow"), 2)
 
 
-def plan(model: StreamedModel, tokens: int = 10_000, tasks: int = 2, settings: Settings | None = None) -> Plan:
-    return make_plan(model, settings or Settings(), {f"t{i}": tokens for i in range(tasks)}, MEMORY, 7)
+def plan(
+    model: StreamedModel, tokens: int = 10_000, tasks: int = 2, settings: Settings | None = None, held_out: int = 0
+) -> Plan:
+    return make_plan(model, settings or Settings(), {f"t{i}": tokens for i in range(tasks)}, held_out, MEMORY, 7)
 
 
 def test_it_counts_what_is_calibrated_and_names_what_is_kept(shallow: StreamedModel) -> None:
@@ -58,3 +60,11 @@ def test_work_grows_with_blocks_and_tokens_and_disk_is_what_was_given(shallow: S
     assert twice - once == pytest.approx(once - base)
     assert replace(deep).disk_bytes == 7
     assert deep.memory == MEMORY
+
+
+def test_drift_is_five_forwards_of_the_held_out_tokens_beside_three_of_the_others(shallow: StreamedModel) -> None:
+    without, measured = plan(shallow), plan(shallow, held_out=2500)
+    weights = sum(parameter.numel() for block in shallow.blocks.values() for parameter in block.parameters())
+
+    assert (without.drift_passes, measured.drift_passes) == (0, 5 * 2500 / 20_000)
+    assert measured.flops - without.flops == pytest.approx(2 * weights * 5 * 2500)
