@@ -210,6 +210,8 @@ def _data(run: RunRecord) -> Iterator[Advice]:
             "token has stay at the anchor.",
             "Give these tasks more or longer samples.",
         )
+    for warning in run.warnings:
+        yield Advice(True, warning if warning.endswith("?") else f"{warning}.", "Look at the recipe.")
     for task, record in run.tasks.items():
         for warning in record.warnings:
             yield Advice(True, f"Task {task}: {warning}.", "Look at the task's rows and template.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -15,12 +15,32 @@ from mergekit import merge_methods
 from mergekit.card import method_md
 
 from featcal_hf.card_facts import Folder, read_folder
-from featcal_hf.card_metadata import License, build_metadata, check_card, decide_license, eval_results, unknown_license
+from featcal_hf.card_metadata import (
+    License,
+    build_metadata,
+    check_card,
+    decide_license,
+    eval_results,
+    public_name,
+    recipe_name,
+    unknown_license,
+)
 from featcal_hf.card_usage import code_of, usage_of
 from featcal_hf.errors import CardError
 from featcal_hf.figures import drift_figure, png
 from featcal_hf.parents import CARD, Parent
-from featcal_hf.readme import filled, is_mergekits, is_ours, kept_blocks, metadata_of, model_id_of, place
+from featcal_hf.readme import (
+    filled,
+    has_own_template,
+    is_edited,
+    is_mergekits,
+    is_ours,
+    kept_blocks,
+    metadata_of,
+    model_id_of,
+    place,
+    signed,
+)
 from featcal_hf.recipe import CardSpec
 from featcal_hf.recorded import read_run
 from featcal_hf.writers import sync
@@ -30,7 +50,7 @@ BESIDE = "featcal_card.md"
 """Where the card goes where a person wrote README.md."""
 _RECIPE = "<!-- featcal:recipe -->"
 """The recipe's place until the card's blank lines are tidied, for it is shown to the letter."""
-_PACKAGES = ("featcal_hf", "mergekit", "torch", "transformers", "datasets")
+_PACKAGES = ("mergekit", "torch", "transformers", "datasets")
 _BY_MERGEKIT = {"text-generation", "text-classification"}
 """Tasks whose models mergekit-yaml merges; `featcal-hf merge` is there for the others."""
 
@@ -54,8 +74,8 @@ def write_card(
     """Write the model card of a calibrated folder as its README.md.
 
     mergekit's card and an earlier one of ours are replaced; what people wrote between our card's markers, the licence
-    in its metadata and the id in its example stay. A README.md that a person wrote or edited is kept, and the card
-    comes to stand beside it.
+    in its metadata and the id in its example stay. An earlier one that was edited elsewhere is kept as README.md.bak.
+    A README.md that a person wrote, or mergekit's once it was edited, is kept, and the card comes to stand beside it.
 
     Args:
         model_dir: the calibrated model.
@@ -83,21 +103,48 @@ def write_card(
         notes.append(f"{readme} was written by a person and is kept; the card is {BESIDE} beside it")
         before = read_card(path)
     before = before if before is not None and is_ours(before) else ""
-    license = _license(folder, before)
-    if license.question:
+    question = _license(folder, before, recipe_name).question
+    license = _license(folder, before, public_name)
+    if question:
         notes.append(
-            f"the card names no licence: {license.question}; decide, and add `license:` to the metadata at the top of "
+            f"the card names no licence: {question}; decide, and add `license:` to the metadata at the top of "
             f"{path}, or to the recipe's featcal section"
         )
     elif license.id is None:
-        unknown = ", ".join(parent.name for parent in unknown_license(folder.parents))
+        unknown = ", ".join(map(recipe_name, unknown_license(folder.parents)))
         notes.append(f"the card names no licence, because nothing is known of {unknown}; add `license:` to name one")
-    text = render_card(folder, license, _template(template), before, name=name, repo_id=repo_id)
+    rendered = render_card(folder, license, _template(template), before, name=name, repo_id=repo_id)
+    text = signed(rendered, own_template=template is not None)
     check_card(text, str(path))
     if folder.drift():
         _draw(folder.path)
+    if before and is_edited(before):
+        kept = _keep(path)
+        notes.append(
+            f"{path} was edited outside its markers; as it was, it is {kept.name} beside it: what you want to keep "
+            "goes between the markers"
+        )
     write_text_as(path, text)
     return CardReport(path, notes)
+
+
+def renew_card(model_dir: Path) -> CardReport | None:
+    """Write our card again where a folder has one, as after an evaluation; None where it has none.
+
+    Raises:
+        CardError: it was rendered by another template than ours, or what `write_card` says.
+    """
+    for path in (model_dir / CARD, model_dir / BESIDE):
+        card = read_card(path)
+        if card is None or not is_ours(card):
+            continue
+        if has_own_template(card):
+            raise CardError(
+                f"{path} was written with another template; `featcal-hf card {model_dir} --template FILE` writes it "
+                "again."
+            )
+        return write_card(model_dir)
+    return None
 
 
 def render_card(
@@ -147,7 +194,7 @@ def check_license(given: CardSpec, parents: Sequence[Parent]) -> None:
     Raises:
         CardError: names the parents' licences.
     """
-    question = decide_license(License(given.license), parents).question
+    question = decide_license(License(given.license), parents, recipe_name).question
     if question is not None:
         raise CardError(f"{question}; read them, decide, and add `license:` to the recipe's featcal section.")
 
@@ -156,7 +203,7 @@ def open_question(model_dir: Path, card: str) -> str | None:
     """What a person has to decide before a card without a licence is shared; None where nothing is open."""
     if metadata_of(card).get("license"):
         return None
-    return decide_license(License(), read_folder(model_dir).parents).question
+    return decide_license(License(), read_folder(model_dir).parents, recipe_name).question
 
 
 def default_template() -> str:
@@ -166,10 +213,10 @@ def default_template() -> str:
 
 def _context(folder: Folder, license: License, before: str, name: str | None, repo_id: str | None) -> dict[str, Any]:
     report = folder.report
-    title = report["card"]["name"] or name or (repo_id.split("/")[-1] if repo_id else folder.path.resolve().name)
+    model_id = repo_id or model_id_of(before) or f"./{folder.path.resolve().name}"
+    title = report["card"]["name"] or name or Path(model_id).name
     base = folder.base
     usage = usage_of(folder.config, chat=folder.chat, base=base.id if base else None)
-    model_id = repo_id or model_id_of(before) or f"./{folder.path.resolve().name}"
     on_hub = list(dict.fromkeys(one.path for one in folder.data if one.on_hub))
     results = eval_results(folder.evaluation, usage.pipeline, on_hub) if folder.evaluation else []
     metadata = build_metadata(
@@ -205,18 +252,21 @@ def _context(folder: Folder, license: License, before: str, name: str | None, re
         "license": license,
         "revisions": any(parent.revision for parent in folder.parents),
         "versions": " ".join(f"{package}=={_release(report['versions'][package])}" for package in _PACKAGES),
+        "installed_from": report.get("installed_from"),
+        "own_version": report["versions"]["featcal_hf"],
         "merge_command": _merge_command(folder, usage.pipeline),
         "seed": "" if report["random_seed"] is None else f" --random-seed {report['random_seed']}",
         "eval_flags": " --experts" if any(row["expert"] for row in folder.results()) else "",
     }
 
 
-def _license(folder: Folder, before: str) -> License:
+def _license(folder: Folder, before: str, named: Callable[[Parent], str]) -> License:
     """The licence in the earlier card, which a person may have changed; else the recipe's; else what parents say."""
     found, given = metadata_of(before), folder.report["card"]
     source = found if found.get("license") else given
     values = (source.get(key) for key in ("license", "license_name", "license_link"))
-    return decide_license(License(*(value if isinstance(value, str) else None for value in values)), folder.parents)
+    given = License(*(value if isinstance(value, str) else None for value in values))
+    return decide_license(given, folder.parents, named)
 
 
 def _license_of(parent: Parent) -> str:
@@ -261,6 +311,15 @@ def read_card(path: Path) -> str | None:
         raise CardError(
             f"{path} can't be read ({error}); mend it or move it away, then `featcal-hf card` again."
         ) from error
+
+
+def _keep(path: Path) -> Path:
+    """Keep a card as it is, under a name that nothing has yet."""
+    number = 1
+    while (kept := path.with_name(f"{path.name}.bak{number if number > 1 else ''}")).exists():
+        number += 1
+    _write(kept, path.read_bytes())
+    return kept
 
 
 def _draw(model_dir: Path) -> None:

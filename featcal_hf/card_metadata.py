@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,22 +48,37 @@ class License:
     question: str | None = None
 
 
-def decide_license(given: License, parents: Sequence[Parent]) -> License:
+def public_name(parent: Parent) -> str:
+    """A parent's name for readers of its card."""
+    return parent.name
+
+
+def recipe_name(parent: Parent) -> str:
+    """A parent's name for whoever wrote the recipe."""
+    return parent.path
+
+
+def decide_license(given: License, parents: Sequence[Parent], named: Callable[[Parent], str] = public_name) -> License:
     """The licence that a person gave, else the parents', if it is one and the same and permissive.
 
     What can't be passed on without a person's word (different licences, one with conditions) is a question.
+
+    Args:
+        given: what a person decided.
+        parents: what the merge is made of.
+        named: how the question names a parent.
     """
     if given.id is not None:
         return given
     said = {parent.license for parent in parents}
     if None in said:
-        unknown = ", ".join(parent.name for parent in parents if parent.license is None)
-        named = [license for license in said if license is not None]
-        if all(license in PERMISSIVE for license in named):
+        unknown = ", ".join(named(parent) for parent in parents if parent.license is None)
+        known = [license for license in said if license is not None]
+        if all(license in PERMISSIVE for license in known):
             return License()
-        return License(question=f"{unknown} say nothing of a licence, others have {', '.join(sorted(named))}")
+        return License(question=f"{unknown} say nothing of a licence, others have {', '.join(sorted(known))}")
     if len(said) > 1:
-        listed = ", ".join(f"{parent.name} ({parent.license})" for parent in parents)
+        listed = ", ".join(f"{named(parent)} ({parent.license})" for parent in parents)
         return License(question=f"the merge's parents have different licences: {listed}")
     only = next(iter(said), None)
     if only in PERMISSIVE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,8 @@ class EvalReport:
         calibration: SHA-256 of the `featcal.json` beside the calibrated weights.
         device: where models ran.
         seconds: of the whole evaluation.
+        card: the model card that has the results; None where none was written.
+        notes: what a person should know of it.
     """
 
     recipe: Recipe
@@ -86,6 +88,8 @@ class EvalReport:
     calibration: str
     device: str
     seconds: float
+    card: Path | None = None
+    notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-able values."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from featcal_hf import evaluate as measures
+from featcal_hf.card import renew_card
 from featcal_hf.checkpoint import open_checkpoint, resolve
 from featcal_hf.compare import config_for
 from featcal_hf.data import HeldOut, OpenedTask, held_out, open_other, open_task, used_digests
-from featcal_hf.errors import CheckpointError, DataError
+from featcal_hf.errors import CardError, CheckpointError, DataError
 from featcal_hf.eval_report import EVALUATION, EvalReport, Line, harness_lines, write_report
 from featcal_hf.harness import check_harness, parse_results, read_results, run_harness
 from featcal_hf.mapping import check_mapping, locate_dataset, locate_model
@@ -129,7 +130,7 @@ def evaluate(
         on_stage: called with the name of each stage.
 
     Returns:
-        What was measured; also written to `output`.
+        What was measured; also written to `output`. Without one, the folder's card has the results as well.
 
     Raises:
         RecipeError: the recipe can't be read.
@@ -197,8 +198,23 @@ def evaluate(
         device,
         time.perf_counter() - started,
     )
-    write_report(report, Path(output) if output is not None else calibrated.folder / EVALUATION)
-    return report
+    if output is not None:
+        write_report(report, Path(output))
+        return report
+    write_report(report, calibrated.folder / EVALUATION)
+    card, notes = _renew_card(calibrated.folder)
+    return replace(report, card=card, notes=notes)
+
+
+def _renew_card(folder: Path) -> tuple[Path | None, list[str]]:
+    """Bring the results into the folder's card: its file, and what a person should know."""
+    try:
+        card = renew_card(folder)
+    except CardError as error:
+        return None, [f"the model card is as it was: {error}"]
+    if card is None:
+        return None, [f"there is no model card yet for the results; `featcal-hf card {folder}` writes it"]
+    return card.path, card.notes
 
 
 def _open_calibrated(recipe: Recipe, folder: Path, trust_remote_code: bool) -> tuple[_Whole, StreamedModel]:

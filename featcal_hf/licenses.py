@@ -1,4 +1,7 @@
-"""The licences that the Hub knows by an id, and which of them one merge may pass on unasked."""
+"""The licences that the Hub knows by an id, and which of them one merge may pass on unasked.
+
+The ids are those of its documentation's page on licences (hub-docs, repositories-licenses).
+"""
 
 from __future__ import annotations
 

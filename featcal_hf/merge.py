@@ -118,6 +118,8 @@ def merge(
     out = Path(out).absolute()
     document = read_document(Path(recipe))
     described = read_merge(document)
+    for warning in described.warnings:
+        logger.warning(warning)
     _check_out(out)
     on_stage("opening checkpoints")
     plan = plan_merge(document, described, cache_dir=cache_dir, trust_remote_code=trust_remote_code, mapping=mapping)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from featcal_hf.data.batches import Batch
 from featcal_hf.errors import CheckpointError
 from featcal_hf.forecast import batch_tokens, forecast_memory
 from featcal_hf.mapping import check_mapping, locate_dataset
+from featcal_hf.merged_recipe import other_recipe
 from featcal_hf.plan import Plan, make_plan
 from featcal_hf.recipe import Recipe, Settings, Task, read_recipe
 from featcal_hf.record import binding_conditions, describe_conditions, describe_work
@@ -25,6 +27,7 @@ from featcal_hf.resume import Unfinished, bytes_to_write, find_unfinished
 from featcal_hf.save import UNFINISHED, WORK, check_output, check_space, is_calibrated
 
 OnStage = Callable[[str], None]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Prepared:
         output: a folder for the result, None for in place.
         random_seed: given in place of the tasks' own.
         unfinished: what an earlier run left where this one will work.
+        warnings: what in the recipe may not be meant so.
     """
 
     recipe: Recipe
@@ -48,6 +52,7 @@ class Prepared:
     output: Path | None = None
     random_seed: int | None = None
     unfinished: Unfinished | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def work(self) -> dict[str, Any]:
@@ -83,6 +88,9 @@ def prepare(
         check_output(Path(output), folder)
     on_stage("opening checkpoints")
     models = open_models(read, folder, cache_dir, trust_remote_code, mapping)
+    warnings = (*read.warnings, *other_recipe(read, folder))
+    for warning in warnings:
+        _log.warning(warning)
     if output is None:
         _refuse_an_input(models)
     if is_calibrated(models.student.checkpoint):
@@ -107,7 +115,9 @@ def prepare(
             lambda: describe_work(read, settings, models, data),
             binding_conditions(describe_conditions(torch.device(device))),
         )
-    return Prepared(read, settings, models, data, None if output is None else Path(output), random_seed, unfinished)
+    return Prepared(
+        read, settings, models, data, None if output is None else Path(output), random_seed, unfinished, warnings
+    )
 
 
 def _refuse_an_input(models: Models) -> None:

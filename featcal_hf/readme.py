@@ -1,7 +1,8 @@
-"""Whose README.md it is: mergekit's, ours, or a person's; and what people wrote between our card's markers."""
+"""Whose README.md it is: mergekit's, ours, or a person's; and what people wrote in our card."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 
@@ -13,6 +14,8 @@ from featcal_hf.errors import CardError
 
 BLOCKS = ("description", "credits")
 _MODEL_ID = re.compile(r'^model_id = "([^"\r\n]*)"', re.MULTILINE)
+_MARK = re.compile(r"<!-- featcal:made ([0-9a-f]{16})( with another template)? -->")
+_LICENSE_LINE = re.compile(r"^license(_name|_link)?:.*\n", re.MULTILINE)
 
 
 def is_ours(card: str) -> bool:
@@ -82,6 +85,41 @@ def kept_blocks(card: str) -> dict[str, str]:
             )
         kept[block] = found[0]
     return kept
+
+
+def signed(card: str, *, own_template: bool) -> str:
+    """A card with a mark at its end that tells later whether a person edited it outside its markers.
+
+    Args:
+        card: as it was rendered.
+        own_template: by another template than ours.
+    """
+    return f"{card}\n<!-- featcal:made {_digest(card)}{' with another template' if own_template else ''} -->\n"
+
+
+def is_edited(card: str) -> bool:
+    """Whether our card holds what a new one would lose: words outside its markers; so does one without its mark."""
+    mark = _MARK.search(card)
+    return mark is None or mark[1] != _digest(card)
+
+
+def has_own_template(card: str) -> bool:
+    """Whether our card was rendered by another template than ours."""
+    mark = _MARK.search(card)
+    return mark is not None and mark[2] is not None
+
+
+def _digest(card: str) -> str:
+    """Of a card without what a new one takes over from it: people's words, the licence, the example's id."""
+    text = with_model_id(_MARK.sub("", card.replace("\r\n", "\n")), "")
+    for block in BLOCKS:
+        begin, end = f"<!-- featcal:{block} -->", f"<!-- /featcal:{block} -->"
+        text = re.sub(rf"{begin}.*?{end}", begin, text, flags=re.DOTALL)
+    metadata = REGEX_YAML_BLOCK.search(text)
+    if metadata is not None:
+        text = text.replace(metadata[2], _LICENSE_LINE.sub("", f"{metadata[2]}\n"), 1)
+    lines = [line.rstrip() for line in text.splitlines()]
+    return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:16]
 
 
 def model_id_of(card: str) -> str | None:

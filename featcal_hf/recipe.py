@@ -57,6 +57,7 @@ class Recipe:
         depth: how many blocks the recipe's slices cover; None where it takes whole models.
         harness: what `featcal-hf eval` runs of EleutherAI's harness.
         card: what the model card is to say.
+        warnings: what mergekit passes over in its part, with positions.
     """
 
     path: Path
@@ -69,6 +70,7 @@ class Recipe:
     depth: int | None
     harness: Harness
     card: CardSpec
+    warnings: tuple[str, ...]
 
 
 def read_recipe(path: str | Path) -> Recipe:
@@ -103,6 +105,7 @@ def read_recipe(path: str | Path) -> Recipe:
         depth=merge.depth,
         harness=harness,
         card=card,
+        warnings=merge.warnings,
     )
 
 

@@ -48,12 +48,14 @@ class Merge:
         base: the merge's base, None where the method has none.
         experts: the models to calibrate towards, in order of appearance, each once.
         depth: how many blocks the slices cover, None where the recipe takes whole models.
+        warnings: parameters that mergekit passes over, with their positions.
     """
 
     configuration: MergeConfiguration
     base: ModelReference | None
     experts: tuple[ModelReference, ...]
     depth: int | None
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ def read_merge(document: Document) -> Merge:
         raise _refused(document, (), error) from error
     except RuntimeError as error:
         raise document.error((), f"is refused by mergekit ({error}); mend it until mergekit-yaml takes it.") from error
-    contract = _method(document, configuration.merge_method).spec.contract
+    method = _method(document, configuration.merge_method)
+    contract = method.spec.contract
     groups, depths = [], []
     for location, output in _outputs(configuration):
         groups += _groups(location, output, configuration.base_model)
@@ -138,7 +141,13 @@ def read_merge(document: Document) -> Merge:
         inputs = [model for model in inputs if model != base]
     if not inputs:
         raise document.error((), "has no expert, only a base; list the models that the merge brings together.")
-    return Merge(configuration, base, tuple(dict.fromkeys(inputs)), depths[0] if depths else None)
+    return Merge(
+        configuration,
+        base,
+        tuple(dict.fromkeys(inputs)),
+        depths[0] if depths else None,
+        tuple(_unread_parameters(document, method)),
+    )
 
 
 def _parse_path(reference: str, text: str) -> ModelPath:
@@ -212,6 +221,36 @@ def _method(document: Document, method: str) -> Any:
         problem = f"is {shown(method)}, which mergekit doesn't know; {advice} It knows {listed(known, method)}."
         raise document.error(location, problem)
     return merge_methods.get(method)
+
+
+def _unread_parameters(document: Document, method: Any) -> Iterator[str]:
+    """A warning for each parameter that the method doesn't declare, or not for a single model."""
+    every = [parameter.name for parameter in method.spec.parameters]
+    of_a_model = [parameter.name for parameter in method.spec.input_parameters]
+    for location in _parameters(document.data, ()):
+        is_of_a_model = len(location) > 2 and location[-3] in ("models", "sources")
+        read = of_a_model if is_of_a_model else every
+        for parameter in document.value(location):
+            if parameter in read:
+                continue
+            where = "a parameter of a single model" if parameter in every else "a parameter"
+            close = difflib.get_close_matches(str(parameter), read, n=1)
+            advice = f"did you mean {close[0]!r}?" if close else f"it reads {listed(read) or 'none'} there"
+            problem = f"is not {where} in {method.spec.name!r}, and mergekit passes over it; {advice}"
+            yield str(document.error((*location, parameter), problem, at_key=True))
+
+
+def _parameters(value: Any, location: Location) -> Iterator[Location]:
+    """Where mergekit's part has `parameters`."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _parameters(item, (*location, index))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key == "parameters" and isinstance(item, dict):
+                yield (*location, key)
+            elif key in ("models", "slices", "sources", "modules") or location[-1:] == ("modules",):
+                yield from _parameters(item, (*location, key))
 
 
 def _outputs(configuration: MergeConfiguration) -> Iterator[tuple[Location, Any]]:

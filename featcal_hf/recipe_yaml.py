@@ -147,6 +147,11 @@ def _loader(path: Path, text: str) -> Any:
 
 
 def _read_text(path: Path) -> str:
+    if path.is_dir():
+        raise RecipeError(
+            f"{path} is a folder, expected a recipe: the mergekit YAML comes first and the model's folder second; swap "
+            "them if that is what happened."
+        )
     try:
         content = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path

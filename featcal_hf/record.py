@@ -18,6 +18,7 @@ from featcal_hf.checkpoint import Checkpoint
 from featcal_hf.compare import Models
 from featcal_hf.data import Batch, TaskData
 from featcal_hf.hub import PushReport
+from featcal_hf.origin import requirement
 from featcal_hf.parents import Parent
 from featcal_hf.products import multiplies_bfloat16
 from featcal_hf.recipe import Recipe, Settings
@@ -42,6 +43,7 @@ class RunReport:
         seconds: of the whole run.
         parents: what the merge is made of, for its card.
         random_seed: given in place of the tasks' own.
+        warnings: what in the recipe may not be meant so.
         card: what became of the model card; None without one.
         pushed: where the model was pushed to; None if it wasn't.
     """
@@ -55,6 +57,7 @@ class RunReport:
     seconds: float
     parents: list[Parent]
     random_seed: int | None
+    warnings: tuple[str, ...] = ()
     card: CardReport | None = None
     pushed: PushReport | None = None
 
@@ -68,6 +71,7 @@ class RunReport:
             "parents": [parent.as_dict() for parent in self.parents],
             "card": self.recipe.card.model_dump(),
             "random_seed": self.random_seed,
+            "warnings": list(self.warnings),
             "tasks": self.data,
             **self.conditions,
             "seconds": round(self.seconds, 2),
@@ -80,6 +84,7 @@ def describe_conditions(device: torch.device) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     return {
         "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        "installed_from": requirement(),
         "device": f"{device} ({torch.cuda.get_device_name(device)})" if on_gpu else str(device),
         "threads": torch.get_num_threads(),
         "cpu": f"{platform.machine()} {_cpu_model()}".rstrip(),

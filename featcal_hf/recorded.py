@@ -143,6 +143,7 @@ class RunRecord(_Record):
     versions: dict[str, str]
     seconds: float
     blocks: list[BlockRecord] = Field(min_length=1)
+    warnings: list[str] = []
 
     @property
     def measured(self) -> list[str]:

@@ -174,6 +174,7 @@ def calibrate_prepared(
                     earlier + time.perf_counter() - started,
                     describe_parents(prepared.recipe, prepared.models),
                     prepared.random_seed,
+                    prepared.warnings,
                 )
                 contents = report.as_dict() | {"fingerprint": finished.marks}
                 if output is None:

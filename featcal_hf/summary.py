@@ -63,6 +63,8 @@ def show_plan(console: Console, prepared: Prepared, plan: Plan) -> None:
         )
     if prepared.unfinished is not None:
         console.print(f"{prepared.unfinished}", highlight=False, soft_wrap=True, markup=False)
+    for warning in prepared.warnings:
+        console.print(f"warning: {warning}", highlight=False, soft_wrap=True, markup=False)
     for task, data in zip(prepared.recipe.tasks, prepared.data, strict=True):
         for warning in data.record["warnings"]:
             console.print(f"warning: task {task.name}: {warning}", highlight=False, soft_wrap=True, markup=False)

@@ -14,6 +14,7 @@ from featcal_hf.commands.options import (
     TALKING,
     open_console,
     options,
+    show_notes,
     stages,
     usable_device,
 )
@@ -100,7 +101,10 @@ def eval_command(
     )
     if not quiet:
         show_evaluation(console, report)
+        show_notes(console, report.notes)
         console.print(f"Wrote {output or model_dir / EVALUATION}", highlight=False, soft_wrap=True)
+        if report.card is not None:
+            console.print(f"Wrote {report.card}, the model card, with these results", highlight=False, soft_wrap=True)
 
 
 def _harness_tasks(named: str | None, none: bool) -> list[str] | None:

@@ -92,9 +92,9 @@ def options(chosen: list[Decorator]) -> Decorator:
 
 
 def leave_warnings_to_the_plan(quiet: bool) -> None:
-    """Keep the data's warnings out of the log while the command runs, because the plan shows them."""
-    if not quiet:
-        logger = logging.getLogger("featcal_hf.data")
+    """Keep the warnings of recipe and data out of the log while the command runs, because the plan shows them."""
+    for name in () if quiet else ("featcal_hf.preparation", "featcal_hf.data"):
+        logger = logging.getLogger(name)
         click.get_current_context().call_on_close(partial(logger.setLevel, logger.level))
         logger.setLevel(logging.ERROR)
 

@@ -113,14 +113,47 @@ def test_what_people_wrote_between_the_markers_and_their_licence_survive(calibra
     path = calibrated.merged / "README.md"
     mine = "Good at {{ sums }}.\r\n\n* and <b>more</b>\n\n\n\nThanks.\n"
     text = path.read_bytes().decode().replace("<!-- featcal:description -->\n", f"<!-- featcal:description -->\n{mine}")
-    text = text.replace("library_name:", "license: cc-by-nc-4.0\nlibrary_name:").replace("## Limits", "## Nothing")
+    text = text.replace("library_name:", "license: cc-by-nc-4.0\nlibrary_name:")
     path.write_bytes(text.replace('"./merged"', '"me/sums"').encode())
-    assert featcal("card", calibrated.merged).code == 0
+    outcome = featcal("card", calibrated.merged)
+    assert outcome.code == 0
     after = path.read_bytes().decode()
     assert mine in after
     assert ModelCard(after).data.license == "cc-by-nc-4.0"
     assert 'model_id = "me/sums"' in after
-    assert "## Limits" in after
+    assert "# sums\n" in after
+    assert "outside its markers" not in outcome.output
+    assert not list(calibrated.merged.glob("*.bak*"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("## Limits", "## Nothing{}"),
+        ("tags:\n", "tags:\n- mine{}\n"),
+        ("<!-- featcal:credits -->", "Thanks{}.\n\n<!-- featcal:credits -->"),
+    ],
+)
+def test_a_card_that_was_edited_elsewhere_is_kept_beside_the_new_one(
+    old: str, new: str, calibrated: Merge, featcal: Featcal
+) -> None:
+    path, generated = calibrated.merged / "README.md", readme(calibrated)
+    for number in ("", "2"):
+        edited = generated.replace(old, new.format(number), 1).encode()
+        path.write_bytes(edited)
+        outcome = featcal("card", calibrated.merged)
+        assert outcome.code == 0
+        assert f"was edited outside its markers; as it was, it is README.md.bak{number} beside it" in outcome.output
+        assert (calibrated.merged / f"README.md.bak{number}").read_bytes() == edited
+        assert readme(calibrated) == generated
+    assert "outside its markers" not in featcal("card", calibrated.merged).output
+
+
+def test_a_card_without_its_mark_counts_as_edited(calibrated: Merge) -> None:
+    path, text = calibrated.merged / "README.md", readme(calibrated)
+    path.write_text(re.sub("<!-- featcal:made .* -->\n", "", text))
+    assert any("README.md.bak" in note for note in write_card(calibrated.merged).notes)
+    assert readme(calibrated) == text
 
 
 @pytest.mark.parametrize("broken", ["<!-- /featcal:description -->", "<!-- featcal:credits -->"])
@@ -168,7 +201,9 @@ def test_the_card_names_its_licence_once_a_person_decides(merge: Merge, featcal:
         (merge.root / name / "README.md").write_text(f"---\nlicense: {license}\nlanguage: en\n---\n# {name}\n")
     outcome = featcal(merge.recipe, merge.merged)
     assert "the card names no licence: the merge's parents have different licences" in outcome.output
-    assert "./base (llama3.2), ./a (llama3.2), ./b (mit)" in outcome.output
+    named = ", ".join(f"{merge.root / name} ({said})" for name, said in (("base", "llama3.2"), ("a", "llama3.2")))
+    assert f"{named}, {merge.root / 'b'} (mit); decide" in outcome.output, "as the recipe names them"
+    assert "./base (llama3.2), ./a (llama3.2), ./b (mit)" in readme(merge), "as others know them"
     data = ModelCard(readme(merge)).data
     assert data.license is None
     assert data.language == ["en"]
@@ -202,8 +237,8 @@ def test_the_recipe_names_the_model_its_licence_and_its_languages(merge: Merge) 
 
 
 def test_an_evaluation_fills_the_table_and_a_stale_one_does_not(calibrated: Merge, pristine: Merge) -> None:
-    evaluate(calibrated.recipe, calibrated.merged, pristine.merged, experts=True)
-    write_card(calibrated.merged)
+    report = evaluate(calibrated.recipe, calibrated.merged, pristine.merged, experts=True)
+    assert report.card == calibrated.merged / "README.md"
     results = json.loads((calibrated.merged / "featcal_eval.json").read_text())["results"]
     line = next(line for line in results if line["task"] == "b" and line["metric"] == "perplexity")
     row = f"| b | perplexity | {line['expert']:.2f} | {line['merged']:.2f} | {line['calibrated']:.2f} |"
@@ -215,6 +250,31 @@ def test_an_evaluation_fills_the_table_and_a_stale_one_does_not(calibrated: Merg
     notes = write_card(calibrated.merged).notes
     assert any("speaks of an earlier calibration" in note for note in notes)
     assert row not in readme(calibrated)
+
+
+def test_an_evaluation_leaves_a_card_that_it_can_t_write_and_says_why(calibrated: Merge, featcal: Featcal) -> None:
+    path, ours = calibrated.merged / "README.md", readme(calibrated)
+    template = calibrated.root / "mine.jinja"
+    template.write_text("---\n{{ metadata }}\n---\n# {{ name }}\n{{ block('credits') }}\n")
+    assert featcal("card", calibrated.merged, "--template", template).code == 0
+    cases = {
+        readme(calibrated): f"was written with another template; `featcal-hf card {calibrated.merged} --template FILE`",
+        ours.replace("<!-- /featcal:credits -->", ""): "put both markers back",
+        PERSON: f"there is no model card yet for the results; `featcal-hf card {calibrated.merged}` writes it",
+    }
+    for text, note in cases.items():
+        path.write_text(text)
+        outcome = featcal("eval", calibrated.recipe, calibrated.merged, "--rows", 2)
+        assert outcome.code == 0
+        assert note in outcome.output
+        assert path.read_text() == text
+
+
+def test_an_evaluation_written_elsewhere_leaves_the_card_alone(calibrated: Merge) -> None:
+    before = readme(calibrated)
+    report = evaluate(calibrated.recipe, calibrated.merged, rows=2, output=calibrated.root / "elsewhere.json")
+    assert (report.card, report.notes) == (None, [])
+    assert readme(calibrated) == before
 
 
 def test_a_folder_that_was_not_calibrated_has_no_card(merge: Merge, featcal: Featcal) -> None:

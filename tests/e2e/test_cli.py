@@ -184,6 +184,29 @@ def test_check_prints_the_plan_and_changes_nothing(merge: Merge, featcal: Featca
     assert contents(merge.root) == before
 
 
+def test_a_recipe_that_the_folder_was_not_merged_by_is_warned_of_and_recorded(merge: Merge, featcal: Featcal) -> None:
+    merge.edit_recipe("{weight: 0.5}", "{weight: 0.7, wieght: 0.5}")
+    for command in ("check", "calibrate"):
+        outcome = featcal(command, merge.recipe, merge.merged)
+        assert outcome.code == 0
+        assert "warning: " + f"{merge.recipe}:4:" in outcome.output
+        assert "did you mean 'weight'?" in outcome.output
+        assert f"warning: {merge.merged} was merged by another recipe than {merge.recipe}" in outcome.output
+        assert "models[a].parameters.weight is 0.7, there 0.5" in outcome.output
+    typo, other = json.loads((merge.merged / "featcal.json").read_text())["warnings"]
+    assert "wieght" in typo
+    assert "was merged by another recipe" in other
+
+
+@pytest.mark.parametrize("command", [["calibrate"], ["check"], ["eval"], ["merge"], []])
+def test_a_folder_in_the_recipes_place_is_an_error_that_says_which_comes_first(
+    command: list[str], merge: Merge, featcal: Featcal
+) -> None:
+    outcome = featcal(*command, merge.merged, merge.recipe)
+    assert outcome.code == 2
+    assert f"{merge.merged} is a folder, expected a recipe: the mergekit YAML comes first" in outcome.errors
+
+
 def test_check_leaves_the_unfinished_files_of_a_running_calibration_alone(merge: Merge, featcal: Featcal) -> None:
     (merge.merged / ".featcal").mkdir()
     (merge.merged / ".featcal" / "model.safetensors").write_bytes(b"half of it")

@@ -92,6 +92,11 @@ def test_massive_activations_matter_where_the_scale_is_frobenius() -> None:
     assert "most in block 0, mlp.down_proj: 97%" in found(record(frobenius))[0].found
 
 
+def test_warnings_of_the_recipe_are_passed_on() -> None:
+    said = ["recipe.yml:4:9: x is not a parameter; did you mean 'y'?", "it was merged by another recipe"]
+    assert [item.found for item in found(record(lambda made: made.update(warnings=said)))] == [said[0], f"{said[1]}."]
+
+
 def test_few_tokens_beside_the_widest_module_and_warnings_of_the_data_are_passed_on() -> None:
     def few(made: dict[str, Any]) -> None:
         made["tasks"]["code"] |= {"tokens": 100, "warnings": ["12 of 64 rows were truncated"]}

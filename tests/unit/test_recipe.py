@@ -676,7 +676,61 @@ def test_aliases_that_multiply_are_refused(read: Read) -> None:
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"nope\.yml: the recipe can't be read \(No such file"):
         read_recipe(tmp_path / "nope.yml")
-    with pytest.raises(RecipeError, match=r"the recipe can't be read \(Is a directory\)"):
+    with pytest.raises(RecipeError, match="is a folder, expected a recipe: the mergekit YAML comes first"):
         read_recipe(tmp_path)
     with pytest.raises(RecipeError, match="the recipe can't be read"):
         read_recipe("nul\0.yml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "warnings"),
+    [
+        ("parameters: {weight: 0.3}", "parameters: {weight: 0.3, density: 0.5}", []),
+        ("dtype:", "parameters: {density: 0.5, normalize: true}\ndtype:", []),
+        (
+            "{weight: 0.3}",
+            "{wieght: 0.3}",
+            [
+                "recipe.yml:4:33: models[0].parameters.wieght is not a parameter in 'task_arithmetic', and mergekit "
+                "passes over it; did you mean 'weight'?"
+            ],
+        ),
+        (
+            "{weight: 0.3}",
+            "{weight: 0.3, normalize: true}",
+            [
+                "recipe.yml:4:46: models[0].parameters.normalize is not a parameter of a single model in "
+                "'task_arithmetic', and mergekit passes over it; it reads weight, density there"
+            ],
+        ),
+        (
+            "dtype:",
+            "parameters: {gamma: 0.1}\ndtype:",
+            [
+                "recipe.yml:6:14: parameters.gamma is not a parameter in 'task_arithmetic', and mergekit passes over "
+                "it; it reads int8_mask, normalize, rescale, lambda, weight, density there"
+            ],
+        ),
+    ],
+)
+def test_a_parameter_that_the_method_doesn_t_declare_is_a_warning(
+    read: Read, old: str, new: str, warnings: list[str]
+) -> None:
+    assert list(read(RECIPE.replace(old, new, 1)).warnings) == warnings
+
+
+def test_parameters_of_slices_sources_and_modules_are_looked_at(read: Read) -> None:
+    source = "{model: org/%s, layer_range: [0, 4], parameters: {weigth: 1}}"
+    slices = f"slices: [{{sources: [{source % 'a'}, {source % 'b'}], parameters: {{normalise: true}}}}]\n"
+    text = f"merge_method: linear\nmodules: {{first: {{{slices.strip()}}}}}\ndtype: bfloat16\n"
+    warnings = read(text + tasks_for("org/a", "org/b")).warnings
+    assert [re.findall(r"modules\S+|'\w+'", warning) for warning in warnings] == [
+        ["modules.first.slices[0].sources[0].parameters.weigth", "'linear'", "'weight'"],
+        ["modules.first.slices[0].sources[1].parameters.weigth", "'linear'", "'weight'"],
+        ["modules.first.slices[0].parameters.normalise", "'linear'", "'normalize'"],
+    ]
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "recipes").iterdir()), ids=lambda path: path.stem)
+def test_the_recipes_that_come_along_have_no_parameter_that_is_passed_over(path: Path) -> None:
+    assert read_recipe(path).warnings == ()
