@@ -10,7 +10,7 @@ from typing import Any
 Accuracies = dict[str, float]
 
 CELL = re.compile(r"seed (\d+)/(?P<setting>[^/]+)/(?P<samples>\d+)/test")
-GRID = re.compile(r"seed (\d+)/alpha (?P<alpha>[\d.]+) rho (?P<rho>[\d.]+)/(?P<samples>\d+)/validation")
+GRID = re.compile(r"seed (\d+)/try (?P<settings>.+)/(?P<samples>\d+)/validation")
 
 
 def tables(cells: dict[str, Any], tasks: Sequence[str]) -> str:
@@ -49,24 +49,20 @@ def row(cells: dict[str, Any], seeds: Sequence[str], model: str, samples: int | 
 
 
 def grid(cells: dict[str, Any]) -> list[str]:
-    """Mean validation accuracy for each alpha (down) and rho (across)."""
-    found: dict[tuple[float, float], list[float]] = {}
+    """Mean validation accuracy for each setting (down) and number of examples (across)."""
+    found: dict[tuple[str, int], list[float]] = {}
     for name, value in cells.items():
         if match := GRID.fullmatch(name):
-            place = found.setdefault((float(match["alpha"]), float(match["rho"])), [])
-            place.append(statistics.mean(value.values()))
+            found.setdefault((match["settings"], int(match["samples"])), []).append(statistics.mean(value.values()))
     if not found:
         return []
-    alphas, rhos = (sorted({place[axis] for place in found}) for axis in (0, 1))
-    lines = [
-        "",
-        "Mean validation accuracy:",
-        "",
-        f"| α \\ ρ | {' | '.join(map(str, rhos))} |",
-        "|---" * (1 + len(rhos)) + "|",
-    ]
+    settings = list(dict.fromkeys(place[0] for place in found))
+    samples = sorted({place[1] for place in found})
+    lines = ["", "Mean validation accuracy, examples per task:", ""]
+    lines += [f"| setting | {' | '.join(map(str, samples))} |", "|---" * (1 + len(samples)) + "|"]
     return lines + [
-        f"| {alpha} | {' | '.join(spread(found.get((alpha, rho), []), 4) for rho in rhos)} |" for alpha in alphas
+        f"| {setting} | {' | '.join(spread(found.get((setting, count), []), 4) for count in samples)} |"
+        for setting in settings
     ]
 
 

@@ -37,9 +37,11 @@ SETTINGS = {
 }
 """Name -> keys of the featcal section: the defaults, the paper's for CLIP, and student features alone as the target."""
 
-ALPHAS = (0.3, 0.0, 0.5, 0.8)
-RHOS = (2.0, 1.0, 1.5, 2.5)
-GRID_SAMPLES = 64
+RIDGES = (0.1, 1.0, 3.0, 10.0)
+BLENDS = [{"alpha": alpha, "rho": rho} for rho in (1.0, 2.0) for alpha in (0.0, 0.15, 0.3, 0.5, 0.8)]
+GRID = [{"lambda": ridge, "scale": "trace"} for ridge in RIDGES] + BLENDS + [{"rho": 1.5}, {"rho": 2.5}]
+"""Keys of the featcal section that `--grid` tries on validation rows, beside the defaults and the paper's."""
+
 CHUNK = 128
 """Rows that are evaluated at once."""
 
@@ -101,7 +103,7 @@ def options(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--samples", type=int, nargs="*", default=[8, 64, 256], help="calibration rows per task")
     parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--grid", action="store_true", help=f"alpha and rho on validation rows, {GRID_SAMPLES} rows")
+    parser.add_argument("--grid", action="store_true", help="measure other lambda, rho and alpha, on validation rows")
     return parser
 
 
@@ -117,8 +119,9 @@ def run(benchmark: Benchmark, arguments: argparse.Namespace) -> None:
         world.measure_references()
     for setting, world, samples in product(arguments.settings, worlds, arguments.samples):
         world.measure(samples, setting, SETTINGS[setting], "test")
-    for world, alpha, rho in product(worlds if arguments.grid else [], ALPHAS, RHOS):
-        world.measure(GRID_SAMPLES, f"alpha {alpha} rho {rho}", {"alpha": alpha, "rho": rho}, "validation")
+    for samples, settings, world in product(arguments.samples, [{}, SETTINGS["paper"], *GRID], worlds):
+        if arguments.grid:
+            world.measure(samples, f"try {json.dumps(settings)}", settings, "validation")
     print(tables(cells.values, list(benchmark.tasks)))
 
 

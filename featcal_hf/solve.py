@@ -18,7 +18,6 @@ from featcal_hf.ridge import Ridge, TokenRidge, WidthRidge
 from featcal_hf.spectrum import Spectrum
 
 EPSILON = 1e-8
-ADAPTIVE_RIDGE = 0.1
 ADAPTIVE_NORM_RIDGE = 0.01
 WORK_ROWS = 1024
 
@@ -58,7 +57,9 @@ class InputSystem:
 
     Args:
         width: d_in.
-        lambda_: λ; None for the adaptive ridge 0.1 · d_in / n, n = weighted tokens per task.
+        lambda_: λ; None for the adaptive ridge √(d_in / n) · tr(Σ ω_i G_i) / d_in, n = weighted tokens per task: the
+            mean eigenvalue times the relative spread that n tokens leave in an estimate of equal ones
+            (Marchenko-Pastur), so that it grows with the number of tasks and shrinks with the tokens seen.
         rho: ρ, the anchor blend.
         alpha: α, the target blend.
         scale: 'frobenius' or 'trace', see `task_weight`.
@@ -79,6 +80,7 @@ class InputSystem:
         self.width, self.rho, self.alpha, self.scale, self.device = width, rho, alpha, scale, device
         self._lambda = lambda_
         self._tokens: list[float] = []
+        self._mean_eigenvalue = 0.0
         self._ridge: Ridge = TokenRidge() if few_tokens else WidthRidge(width, device)
         self._mean = torch.zeros(width, device=device)
         self._task_weights = 0.0
@@ -90,7 +92,7 @@ class InputSystem:
         """The ridge λ in force."""
         if self._lambda is not None:
             return self._lambda
-        return ADAPTIVE_RIDGE * self.width * len(self._tokens) / sum(self._tokens)
+        return math.sqrt(self.width * len(self._tokens) / self.tokens) * self._mean_eigenvalue
 
     @property
     def tokens(self) -> float:
@@ -101,6 +103,7 @@ class InputSystem:
         """Add a task's averaged moments; the modules that follow are its, until `end_task`."""
         omega = task_weight(moments, self.width, self.scale)
         self._tokens.append(moments.tokens)
+        self._mean_eigenvalue += omega * moments.trace() / self.width
         self._ridge.add_task(moments, omega)
         self._mean.add_(moments.mean, alpha=omega)
         self._task_weights += omega

@@ -21,6 +21,7 @@ Not covered: encoder-decoders, repeated blocks in several lists, RMSNorms that s
 RMSNorm and rotary embeddings round to float32 inside transformers: a Llama's features are no better.
 """
 
+import math
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -70,8 +71,8 @@ def calibrate(
     """Calibrate every linear module, and norm if asked, of every block; no model passed in is changed.
 
     `experts` and `batches` have the tasks as keys. A batch is the model's keyword arguments; its
-    attention_mask says which tokens count, all if it has none. `adaptive` replaces `lambda_` by 0.1 d_in / n
-    and, for norms, 0.01.
+    attention_mask says which tokens count, all if it has none. `adaptive` replaces `lambda_` by
+    tasks · √(d_in / n), for scale 'trace', and, for norms, by 0.01.
 
     Returns:
         The new value (float64) of each calibrated parameter, by its name in `merged`.
@@ -96,7 +97,7 @@ def calibrate(
             A = anchor(module, base.get_submodule(name), rho)
             if isinstance(module, nn.Linear):
                 n = sum(float(task.w.sum()) for task in tasks) / len(tasks)
-                ridge = 0.1 * module.in_features / n if adaptive else lambda_
+                ridge = len(tasks) * math.sqrt(module.in_features / n) if adaptive else lambda_
                 omega = [task_weight(task, scale) for task in tasks]
                 W = new[f"{name}.weight"] = linear_weight(tasks, omega, A["weight"], ridge)
                 if bias and "bias" in A:

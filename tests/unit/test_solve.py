@@ -60,19 +60,21 @@ class Problem:
 
     def expected(self, lambda_: float | None, scale: str, base: bool = True) -> tuple[np.ndarray, np.ndarray | None]:
         """Equations 12 to 17 as they are in the paper: no step from the anchor, C instead of D."""
+        grams = [array(student).T @ array(student) / len(student) for student in self.students]
+        omegas = [1 / np.linalg.norm(gram) if scale == "frobenius" else WIDTH / np.trace(gram) for gram in grams]
         if lambda_ is None:
-            lambda_ = 0.1 * WIDTH / np.mean([len(x) for x in self.students])
+            total = sum(omega * gram for omega, gram in zip(omegas, grams, strict=True))
+            tokens = np.mean([len(x) for x in self.students])
+            lambda_ = np.sqrt(WIDTH / tokens) * np.linalg.eigvalsh(total).mean()
         start = RHO * array(self.merged.weight) + (1 - RHO) * array((self.base if base else self.merged).weight)
         left = (lambda_ + EPSILON) * np.eye(WIDTH)
         right = lambda_ * start
-        omegas, means, targets = [], [], []
-        for expert, student, target in zip(self.experts, self.students, self.targets, strict=True):
+        means, targets = [], []
+        tasks = zip(self.experts, self.students, self.targets, omegas, grams, strict=True)
+        for expert, student, target, omega, gram in tasks:
             x, t = array(student), (1 - ALPHA) * array(student) + ALPHA * array(target)
-            gram, cross = x.T @ x / len(x), t.T @ x / len(x)
-            omega = 1 / np.linalg.norm(gram) if scale == "frobenius" else WIDTH / np.trace(gram)
             left += omega * gram
-            right += omega * array(expert.weight) @ cross
-            omegas.append(omega)
+            right += omega * array(expert.weight) @ (t.T @ x / len(x))
             means.append(x.mean(0))
             targets.append(t.mean(0))
         weight = np.linalg.solve(left, right.T).T
