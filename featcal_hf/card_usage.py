@@ -142,7 +142,7 @@ _SPEECH = Usage(
 from transformers import pipeline
 
 model_id = "MODEL_ID"
-print(pipeline("automatic-speech-recognition", model=model_id)("speech.wav"))
+print(pipeline("automatic-speech-recognition", model=model_id)("speech.wav"))  # ffmpeg has to be installed
 """,
 )
 

@@ -72,10 +72,10 @@ _Words = Annotated[dict[_Column, Annotated[dict[int | str, str], Field(min_lengt
 
 def _blank(text: str) -> str:
     try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
+        fields = [place for _, *place in string.Formatter().parse(text) if place[0] is not None]
     except ValueError as error:
         raise ValueError(f"which is not a template ({error})") from error
-    if fields != [""]:
+    if fields != [["", "", None]]:  # a format or a conversion may hold places of its own
         raise ValueError(f"where {text!r} should have one {{}}, the place of a class's name")
     return text
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
+import struct
+import sys
+import wave
 from pathlib import Path
 
 import pytest
@@ -21,6 +26,57 @@ def text_model(model: nn.Module, folder: Path, chat: bool = False) -> None:
         tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
+
+
+def whisper(folder: Path) -> None:
+    vocabulary = ["<|endoftext|>", *"abcdefghijklmnopqrstuvwxyz", "Ġ"]
+    tokenizer = hf.WhisperTokenizerFast(vocab={token: index for index, token in enumerate(vocabulary)}, merges=[])
+    special = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    first, *_, no_times = tokenizer.convert_tokens_to_ids(special)
+    model = hf.WhisperForConditionalGeneration(
+        hf.WhisperConfig(
+            vocab_size=len(tokenizer),
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=16,
+            decoder_ffn_dim=16,
+            num_mel_bins=8,
+            max_target_positions=16,
+            decoder_start_token_id=first,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+            begin_suppress_tokens=None,
+        )
+    )
+    model.generation_config.update(is_multilingual=False, no_timestamps_token_id=no_times, max_length=12)
+    hf.WhisperFeatureExtractor(feature_size=8).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+def a_second_of_sound(path: Path) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16000)
+        file.writeframes(b"".join(struct.pack("<h", int(8000 * math.sin(index / 10))) for index in range(16000)))
+
+
+def stand_in_for_ffmpeg(folder: Path) -> None:
+    """A program that does what transformers asks of ffmpeg, for a sound that already has the rate asked for."""
+    folder.mkdir()
+    (folder / "ffmpeg").write_text(
+        f"#!{sys.executable}\nimport io, struct, sys, wave\n"
+        "sound = wave.open(io.BytesIO(sys.stdin.buffer.read()))\n"
+        "values = struct.unpack(f'<{sound.getnframes()}h', sound.readframes(sound.getnframes()))\n"
+        "sys.stdout.buffer.write(struct.pack(f'<{len(values)}f', *(value / 32768 for value in values)))\n"
+    )
+    (folder / "ffmpeg").chmod(0o755)
 
 
 def tiny_bert(cls: type[hf.PreTrainedModel]) -> hf.PreTrainedModel:
@@ -47,6 +103,8 @@ def make(kind: str, folder: Path) -> None:
         config = hf.T5Config(vocab_size=24, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
         config.decoder_start_token_id = 1
         text_model(hf.T5ForConditionalGeneration(config), folder)
+    elif kind == "speech":
+        whisper(folder)
     elif kind == "text classes":
         text_model(tiny_bert(hf.BertForSequenceClassification), folder)
     elif kind == "text features":
@@ -83,6 +141,7 @@ PIPELINES = {
     "image features": "image-feature-extraction",
     "clip tower": "zero-shot-image-classification",
     "two towers": "zero-shot-image-classification",
+    "speech": "automatic-speech-recognition",
 }
 
 
@@ -94,6 +153,9 @@ def test_the_lines_for_a_kind_of_model_run(
     folder = tmp_path / "model"
     make(kind, folder)
     Image.new("RGB", (30, 20), "red").save("photo.jpg")
+    a_second_of_sound(Path("speech.wav"))
+    stand_in_for_ffmpeg(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     config = hf.AutoConfig.from_pretrained(folder).to_dict()
     usage = usage_of(config, chat=kind == "chat", base="./base")
     assert usage.pipeline == PIPELINES[kind]

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES, base_model, expert_model, save_side_files, write_data
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_bad_input import Harmless
-from tiny_merge import Merge, Outcome, contents
+from tiny_merge import Merge, Outcome, build_llama, contents
 
 Featcal = Callable[..., Outcome]
 HOSTILE = """
@@ -61,6 +63,49 @@ def test_code_of_a_models_folder_is_not_run_unless_it_is_trusted(
     assert not mark.exists()
 
 
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the merge of an image tower, its base, one expert, their image processors and a recipe."""
+    root, family = tmp_path_factory.mktemp("images"), FAMILIES["clip-vision"]
+    base = base_model(family)
+    for name, model in (("base", base), ("expert", expert_model(family, base, 1)), ("merged", base)):
+        model.save_pretrained(root / name)
+        save_side_files(family, root / name)
+    rows = write_data(root / "rows")["left"]
+    (root / "recipe.yml").write_text(
+        f"merge_method: task_arithmetic\nbase_model: {root / 'base'}\nmodels:\n"
+        f"  - {{model: {root / 'expert'}, parameters: {{weight: 0.3}}}}\ndtype: float32\nfeatcal:\n  samples: 4\n"
+        f"  tasks: [{{model: {root / 'expert'}, dataset: {rows}, image: image}}]\n"
+    )
+    return root
+
+
+@pytest.mark.parametrize("kind", ["CLIPImageProcessor", "Hostile"])
+@pytest.mark.parametrize("file", ["preprocessor_config.json", "processor_config.json"])
+def test_code_that_comes_with_an_image_processor_is_run_only_where_it_is_trusted(
+    kind: str, file: str, images: Path, mark: Path, tmp_path: Path, featcal: Featcal
+) -> None:
+    root = tmp_path / "copy"
+    shutil.copytree(images, root)
+    recipe = root / "recipe.yml"
+    recipe.write_text(recipe.read_text().replace(f"{images}/", f"{root}/"))
+    for name in ("base", "expert", "merged"):
+        own = root / name / "preprocessor_config.json"
+        settings = json.loads(own.read_text()) | {"image_processor_type": kind}
+        settings["auto_map"] = {"AutoImageProcessor": "hostile.Hostile", "AutoProcessor": "hostile.Hostile"}
+        own.unlink()
+        nested = {"image_processor": settings, "auto_map": settings["auto_map"]}
+        (root / name / file).write_text(json.dumps(settings if file == own.name else nested))
+        hostile = HOSTILE.format(mark=str(mark))
+        (root / name / "hostile.py").write_text(f"{hostile}\nfrom transformers import CLIPImageProcessor as Hostile\n")
+    outcome = featcal("check", recipe, root / "merged")
+    assert outcome.code in (0, 1)
+    assert "Traceback" not in outcome.errors
+    assert not mark.exists()
+    featcal("check", recipe, root / "merged", "--trust-remote-code")
+    assert mark.exists(), "or the above says nothing"
+
+
 def test_trusted_code_is_run_so_the_test_above_says_something(merge: Merge, mark: Path, featcal: Featcal) -> None:
     spoil_config(merge.merged, mark)
     featcal("check", merge.recipe, merge.merged, "--trust-remote-code")
@@ -89,6 +134,33 @@ def test_code_in_a_pickled_adapter_is_not_run(merge: Merge, mark: Path, featcal:
     assert outcome.code == 1
     assert "adapter_model.bin can't be read" in outcome.errors
     assert not mark.exists()
+
+
+def test_code_that_comes_with_an_adapter_is_not_run_trusted_or_not(
+    merge: Merge, mark: Path, featcal: Featcal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = merge.root / "lora"
+    get_peft_model(build_llama(), LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
+    (adapter / "hostile.py").write_text(HOSTILE.format(mark=str(mark)))
+    (adapter / "__init__.py").write_text(HOSTILE.format(mark=str(mark)))
+    edit_json(
+        adapter / "adapter_config.json",
+        auto_mapping={"base_model_class": "Config", "parent_library": "hostile"},
+        auto_map={"AutoConfig": "hostile.Config"},
+        megatron_config={"hidden_size": 32},
+        megatron_core="hostile",
+    )
+    shutil.copy(merge.base / "config.json", adapter / "config.json")
+    edit_json(adapter / "config.json", auto_map={"AutoConfig": "hostile.Config"}, model_type="hostile")
+    text = merge.recipe.read_text().replace(f"model: {merge.expert},", f"model: {merge.base}+{adapter},")
+    merge.recipe.write_text(text)
+    monkeypatch.chdir(adapter)
+    monkeypatch.syspath_prepend(adapter)
+    for command in (("check",), ("check", "--trust-remote-code"), ("calibrate", "--output", merge.root / "out")):
+        outcome = featcal(*command[:1], merge.recipe, merge.merged, *command[1:])
+        assert outcome.code in (0, 1)
+        assert "Traceback" not in outcome.errors
+        assert not mark.exists()
 
 
 @pytest.mark.parametrize("shard", ["../b/model.safetensors", "/etc/passwd", "", ".."])
@@ -131,6 +203,19 @@ def test_a_template_reaches_columns_and_not_attributes(template: str, merge: Mer
     outcome = featcal("check", merge.recipe, merge.merged)
     assert outcome.code == 1
     assert "reaches into a value with a dot" in outcome.errors
+
+
+@pytest.mark.parametrize(
+    "template", ["{.__class__}", "{0.__class__}", "{:{.__class__}}", "{!r}", "{:>9}", "{}{}", "{name}", "a photo."]
+)
+def test_a_zero_shot_template_has_one_place_for_a_name_and_reaches_nothing_in_it(
+    template: str, merge: Merge, featcal: Featcal
+) -> None:
+    zero_shot = f"eval: {{text_model: {merge.base}, templates: ['{template}']}}"
+    merge.edit_recipe("text: text", f"image: text, {zero_shot}")
+    outcome = featcal("check", merge.recipe, merge.merged)
+    assert outcome.code == 2
+    assert "should have one {}, the place of a class's name" in outcome.errors
 
 
 @pytest.mark.parametrize(
