@@ -20,10 +20,12 @@ Featcal = Callable[..., Outcome]
 HOSTILE = """
 from pathlib import Path
 Path({mark!r}).write_text("executed")
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import CLIPImageProcessor, LlamaConfig, PreTrainedTokenizerFast
 class Config(LlamaConfig):
     pass
 class Tokenizer(PreTrainedTokenizerFast):
+    pass
+class Processor(CLIPImageProcessor):
     pass
 """
 
@@ -80,7 +82,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("kind", ["CLIPImageProcessor", "Hostile"])
+@pytest.mark.parametrize("kind", ["CLIPImageProcessor", "Processor"])
 @pytest.mark.parametrize("file", ["preprocessor_config.json", "processor_config.json"])
 def test_code_that_comes_with_an_image_processor_is_run_only_where_it_is_trusted(
     kind: str, file: str, images: Path, mark: Path, tmp_path: Path, featcal: Featcal
@@ -92,12 +94,11 @@ def test_code_that_comes_with_an_image_processor_is_run_only_where_it_is_trusted
     for name in ("base", "expert", "merged"):
         own = root / name / "preprocessor_config.json"
         settings = json.loads(own.read_text()) | {"image_processor_type": kind}
-        settings["auto_map"] = {"AutoImageProcessor": "hostile.Hostile", "AutoProcessor": "hostile.Hostile"}
+        settings["auto_map"] = {"AutoImageProcessor": "hostile.Processor", "AutoProcessor": "hostile.Processor"}
         own.unlink()
         nested = {"image_processor": settings, "auto_map": settings["auto_map"]}
         (root / name / file).write_text(json.dumps(settings if file == own.name else nested))
-        hostile = HOSTILE.format(mark=str(mark))
-        (root / name / "hostile.py").write_text(f"{hostile}\nfrom transformers import CLIPImageProcessor as Hostile\n")
+        (root / name / "hostile.py").write_text(HOSTILE.format(mark=str(mark)))
     outcome = featcal("check", recipe, root / "merged")
     assert outcome.code in (0, 1)
     assert "Traceback" not in outcome.errors
