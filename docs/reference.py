@@ -112,16 +112,14 @@ def _function(name: str, function: Callable[..., Any]) -> str:
             is_keyword = True
         arguments.append(parameter.name + ("" if parameter.default is parameter.empty else f"={_shown(parameter)}"))
     call = textwrap.fill(f"{name}({', '.join(arguments)})", 110, subsequent_indent="    ", break_on_hyphens=False)
-    meaning = _entries(parts["Args"])
+    meaning = _entries(parts.get("Args", ""))
     if set(meaning) != set(parameters):
         raise ValueError(f"{name}: arguments and docstring differ: {set(meaning) ^ set(parameters)}")
     rows = [(f"`{key}`", f"`{parameters[key].annotation}`", meaning[key]) for key in parameters]
+    arguments_table = table(("argument", "type", "what it is"), rows) + "\n" if rows else ""
     returned = f"`{inspect.signature(function).return_annotation}`: {' '.join(parts['Returns'].split())}"
     raised = "".join(f"- `{error}`: {reason}\n" for error, reason in _entries(parts["Raises"]).items())
-    return (
-        f"### {name}\n\n```text\n{call}\n```\n\n{text}\n\n{table(('argument', 'type', 'what it is'), rows)}\n"
-        f"Returns {returned}\n\nRaises:\n\n{raised}"
-    )
+    return f"### {name}\n\n```text\n{call}\n```\n\n{text}\n\n{arguments_table}Returns {returned}\n\nRaises:\n\n{raised}"
 
 
 def _shown(parameter: inspect.Parameter) -> str:

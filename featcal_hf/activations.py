@@ -182,15 +182,16 @@ class Activations:
 
 
 @contextmanager
-def activations(limit: int | None, folder: Path) -> Iterator[Activations]:
+def activations(limit: int | None, folder: Path, processes: int = 1) -> Iterator[Activations]:
     """Activations whose files are gone at the end, and those of a run that was killed at the beginning.
 
     Args:
         limit: see `Activations`; None for half of the memory that is free now.
         folder: see `Activations`.
+        processes: how many on this machine hold activations, and share what is free.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    held = Activations(default_limit() if limit is None else limit, folder)
+    held = Activations(default_limit() // processes if limit is None else limit, folder)
     try:
         yield held
     finally:

@@ -23,9 +23,10 @@ from featcal_hf.forward import next_block, parking, refuse_second_visit, run_blo
 from featcal_hf.models import BlockModel
 from featcal_hf.outcome import TaskOutcome, finish
 from featcal_hf.products import float32_products
+from featcal_hf.ranks import ALONE, FIRST, Ranks
 from featcal_hf.recipe import Settings
 from featcal_hf.stages import StageClock, StageCost, peak_bytes
-from featcal_hf.streams import CalibrationTask, TaskStreams
+from featcal_hf.streams import CalibrationTask, TaskStreams, share_of
 from featcal_hf.systems import (
     BlockPlan,
     BlockSystems,
@@ -126,6 +127,7 @@ def calibrate_blocks(
     on_block: OnBlock = lambda report: None,
     finished: Sequence[BlockReport] = (),
     read: ReadBlock = _read_nothing,
+    ranks: Ranks = ALONE,
 ) -> list[BlockReport]:
     """Calibrate the merged model `student` towards its experts, block by block in forward order.
 
@@ -136,11 +138,12 @@ def calibrate_blocks(
         settings: λ, ρ, α and switches, resolved.
         device: where blocks are run and systems solved; everything else stays where it is.
         activations: where the forwards' tensors wait between blocks.
-        write: called with each block's path and new parameters.
-        on_block: called with the report of each block that has been calibrated.
+        write: called with each block's path and new parameters, on the first rank.
+        on_block: called with the report of each block that has been calibrated, on the first rank.
         on_step: called before each step.
         finished: reports of the first blocks, done by an earlier run: the forwards go through them as they did then.
-        read: a finished block's new parameters, by its path.
+        read: a finished block's new parameters, by its path; called on the first rank.
+        ranks: who shares the work; all are given the same batches.
 
     Raises:
         DataError: batches that don't fit the model or each other.
@@ -158,23 +161,24 @@ def calibrate_blocks(
         for module in experts.values():
             stack.enter_context(parking(module))
         pooled = pooled_blocks(student.module, paths, settings.pooled_token)
-        streams = [TaskStreams.start(student, task, activations) for task in tasks]
+        streams = [TaskStreams.start(student, task, activations) for task in share_of(tasks, ranks)]
         for task in streams:
             stack.callback(task.stop)
-        while (path := next_block({task.name: task.forwards() for task in streams})) is not None:
+        while (path := next_block(_places(streams, ranks))) is not None:
             refuse_second_visit(path, visited)
             place = BlockPlace(path, len(visited), len(paths), path in pooled)
             if place.number < len(finished):
                 on_step(Step(path, place.number, place.blocks, REPLAY, 0, len(streams) + 1))
-                _replay_block(place, student, streams, read(path), device)
+                parameters = ranks.pool(read(path) if ranks.is_first else {})
+                _replay_block(place, student, streams, parameters, device)
                 reports.append(finished[place.number])
             else:
-                reports.append(
-                    _calibrate_block(
-                        place, student, base, streams, settings, device=device, write=write, on_step=on_step
-                    )
+                report = _calibrate_block(
+                    place, student, base, streams, settings, device=device, write=write, on_step=on_step, ranks=ranks
                 )
-                on_block(reports[-1])
+                reports.append(ranks.exchange(report)[FIRST])
+                if ranks.is_first:
+                    on_block(report)
             visited.add(path)
             if place.is_last:
                 break
@@ -211,22 +215,25 @@ def _calibrate_block(
     device: torch.device,
     write: WriteBlock,
     on_step: OnStep,
+    ranks: Ranks,
 ) -> BlockReport:
     started, clock = time.perf_counter(), StageClock()
     path, steps = place.path, len(streams) + 1
     outcome: dict[str, TaskOutcome] = {}
     with clock.loading(student.block(path, device)) as block:
         stream = token_stream(student.module, block)
-        plan = _first_look(place, student, block, streams[0], settings, device)
-        own, encoder = zip(*(task.most_tokens(stream) for task in streams), strict=True)
+        plan = _first_look(place, student, block, streams[0], settings, device, ranks)
+        tokens = _most_tokens(streams, stream, ranks)
+        most_tokens = sum(own for own, _ in tokens), sum(encoder for _, encoder in tokens)
         with clock.loading(base.block(path, device) if base else nullcontext()) as base_block:
-            systems = BlockSystems(path, plan, block, base_block, settings, (sum(own), sum(encoder)))
+            systems = BlockSystems(path, plan, block, base_block, settings, most_tokens, ranks)
             for part, task in enumerate(streams):
                 on_step(Step(path, place.number, place.blocks, task.name, part, steps))
                 with clock.loading(task.expert.block(path, device)) as expert_block:
-                    moments = systems.start_task(expert_block, *task.most_tokens(stream))
+                    moments = systems.start_task(expert_block, *tokens[part])
                     task.collect(moments, block, expert_block, stream, device, clock, place.is_last)
                     with clock.stage("moments"):
+                        moments.gather(ranks, systems.owners)
                         moments.average(f"task {task.name}, {path}")
                     with clock.stage("solve"):
                         systems.add_task(moments, expert_block)
@@ -234,7 +241,8 @@ def _calibrate_block(
             with clock.stage("solve"):
                 update = systems.solve()
         with clock.stage("write"):
-            write(path, update.parameters)
+            if ranks.is_first:
+                write(path, update.parameters)
         _load(block, update.parameters)
         with nullcontext() if place.is_last else clock.loading(student.outer()):
             for task in streams:
@@ -286,10 +294,30 @@ def _first_look(
     task: TaskStreams,
     settings: Settings,
     device: torch.device,
+    ranks: Ranks,
 ) -> BlockPlan:
-    call = task.first_call(device)
-    run = run_block_watched(block, call, watched_names(block))
-    return plan_block(block, run, call, settings, place.first_token_read, student.fixed(place.path))
+    """The plan, from the very first batch, which the first rank has."""
+
+    def look() -> BlockPlan:
+        call = task.first_call(device)
+        run = run_block_watched(block, call, watched_names(block))
+        return plan_block(block, run, call, settings, place.first_token_read, student.fixed(place.path))
+
+    return ranks.of_first(look)
+
+
+def _places(streams: Sequence[TaskStreams], ranks: Ranks) -> dict[str, set[str | None]]:
+    """Where each task's forwards are parked, on whatever rank."""
+    everyone = ranks.exchange([task.places() for task in streams])
+    return {task.name: set().union(*(places[number] for places in everyone)) for number, task in enumerate(streams)}
+
+
+def _most_tokens(streams: Sequence[TaskStreams], stream: str, ranks: Ranks) -> list[tuple[int, int]]:
+    """Tokens of each task at most, on all ranks: the block's own, and those that its cross-attention reads."""
+    everyone = ranks.exchange([task.most_tokens(stream) for task in streams])
+    return [
+        (sum(own for own, _ in parts), sum(encoder for _, encoder in parts)) for parts in zip(*everyone, strict=True)
+    ]
 
 
 def _load(block: nn.Module, parameters: dict[str, Tensor]) -> None:

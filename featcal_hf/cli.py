@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import difflib
+import logging
 import sys
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from featcal_hf.commands.evaluate import eval_command
 from featcal_hf.commands.merge import merge_command
 from featcal_hf.commands.push import push_command
 from featcal_hf.commands.report import report_command
-from featcal_hf.errors import FeatCalError, RecipeError
+from featcal_hf.errors import FeatCalError, RanksError, RecipeError
+from featcal_hf.ranks import ALONE, Ranks, joined_ranks
 
 BAD_RECIPE, FAILED, INTERRUPTED = 2, 1, 130
 MALLOPT_MMAP_THRESHOLD, RETURNED_BYTES = -3, 4 * 2**20
@@ -64,17 +66,27 @@ def main() -> None:
     """Run the command; errors that a user can mend are one message and an exit code."""
     _return_freed_memory()
     try:
-        cli.main(standalone_mode=False)
-    except RecipeError as error:
-        _fail(str(error), BAD_RECIPE)
-    except FeatCalError as error:
+        with joined_ranks() as ranks:
+            if not ranks.is_first:
+                logging.disable(logging.WARNING)
+            _run(ranks)
+    except RanksError as error:
         _fail(str(error), FAILED)
+
+
+def _run(ranks: Ranks) -> None:
+    try:
+        cli.main(standalone_mode=False, obj=ranks)
+    except RecipeError as error:
+        _fail(str(error), BAD_RECIPE, ranks)
+    except FeatCalError as error:
+        _fail(str(error), FAILED, ranks)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt) as error:
         where = str(error.__cause__ or error) or "the model's folder holds a whole model, or none; run it again."
-        _fail(f"interrupted: {where}", INTERRUPTED)
+        _fail(f"interrupted: {where}", INTERRUPTED, ranks)
 
 
 def _return_freed_memory() -> None:
@@ -88,6 +100,8 @@ def _return_freed_memory() -> None:
             allocator.mallopt(MALLOPT_MMAP_THRESHOLD, RETURNED_BYTES)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int, ranks: Ranks = ALONE) -> None:
+    if ranks.leaves_it_to_the_first:
+        sys.exit(code)
     Console(stderr=True).print(f"error: {message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
     sys.exit(code)

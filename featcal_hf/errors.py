@@ -31,6 +31,10 @@ class SolveError(FeatCalError):
     """A module's ridge regression has no finite solution."""
 
 
+class RanksError(FeatCalError):
+    """Processes that share a run can't work together, or one of them is gone; the same command goes on from there."""
+
+
 class CardError(FeatCalError):
     """A model card can't be written, or says what the Hub would refuse or nobody should read."""
 

@@ -9,7 +9,7 @@ true execution order is found rather than configured.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -308,13 +308,20 @@ class _EverythingSeen(Exception):
     """Ends a block's run early."""
 
 
-def next_block(forwards: Mapping[str, list[ParkedForward]]) -> str | None:
+def places(forwards: Iterable[ParkedForward]) -> set[str | None]:
+    """The blocks at which forwards are parked; None for one that has ended."""
+    return {run.call.path if run.call else None for run in forwards}
+
+
+def next_block(places: Mapping[str, set[str | None]]) -> str | None:
     """The block at which all forwards of all tasks are parked; None once all have ended.
+
+    Args:
+        places: task -> where its forwards are.
 
     Raises:
         DataError: tasks go different ways through the model, so that a block has no complete set of inputs.
     """
-    places = {task: {run.call.path if run.call else None for run in runs} for task, runs in forwards.items()}
     if len(set().union(*places.values())) > 1:
         ways = "; ".join(f"{task}: {sorted(map(str, paths))}" for task, paths in places.items())
         raise DataError(

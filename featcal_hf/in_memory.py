@@ -17,6 +17,7 @@ from featcal_hf.activations import activations
 from featcal_hf.calibrate import BlockReport, OnStep, calibrate_blocks
 from featcal_hf.errors import CheckpointError, DataError, listed
 from featcal_hf.models import ResidentAdapter, ResidentModel, has_adapters, has_merged_adapters
+from featcal_hf.ranks import ALONE, Ranks
 from featcal_hf.recipe import Settings
 from featcal_hf.streams import Batches, CalibrationTask
 
@@ -56,6 +57,7 @@ def calibrate_model(
     device: torch.device | str | None = None,
     activation_memory: int | None = None,
     on_step: OnStep | None = None,
+    ranks: Ranks = ALONE,
 ) -> CalibrationReport:
     """Calibrate a merged model in memory, in place, towards its experts (paper eq. 12-17).
 
@@ -73,6 +75,7 @@ def calibrate_model(
         activation_memory: bytes of the batches' features that may wait in memory between blocks; the rest waits in
             files in a temporary folder. None for half of the memory that is free. The result is the same.
         on_step: called before each step, see `Step`.
+        ranks: who shares the work, see `joined_ranks`; all are given the same models and batches, all models change.
 
     Returns:
         What was calibrated, and the drift before and after where `holdout` is given.
@@ -116,7 +119,11 @@ def calibrate_model(
         for name in experts
     ]
     try:
-        with TemporaryDirectory(prefix="featcal-") as folder, activations(activation_memory, Path(folder)) as held:
+        with (
+            ranks.together(),
+            TemporaryDirectory(prefix="featcal-") as folder,
+            activations(activation_memory, Path(folder), ranks.neighbours) as held,
+        ):
             blocks = calibrate_blocks(
                 student,
                 anchor,
@@ -126,6 +133,7 @@ def calibrate_model(
                 activations=held,
                 write=lambda path, parameters: None,
                 on_step=on_step or (lambda step: None),
+                ranks=ranks,
             )
     finally:
         for part, was_training in training.items():

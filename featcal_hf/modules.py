@@ -48,10 +48,12 @@ class Norm:
     Attributes:
         name: path in the block.
         offset: what is added to the stored weight to give γ: 1 in Gemma's norms, 0 elsewhere.
+        width: its channels.
     """
 
     name: str
     offset: float
+    width: int
 
     def gamma(self, block: nn.Module) -> Tensor:
         """γ in float32."""
@@ -79,7 +81,7 @@ def norms_of(block: nn.Module) -> list[Norm]:
             continue
         offset = _affine_offset(module, weight)
         if offset is not None:
-            found.append(Norm(name, offset))
+            found.append(Norm(name, offset, weight.numel()))
     return found
 
 

@@ -30,6 +30,7 @@ from featcal_hf.products import (
     mirror_lower_triangle,
     multiplies_bfloat16,
 )
+from featcal_hf.ranks import Ranks
 
 GATHERED_ROWS = 1024
 FEW_TOKENS = 0.75
@@ -78,6 +79,10 @@ class TaskInput(Protocol):
         Args:
             outputs: what the expert's module wrote (tokens, d_out), for each `NarrowModule`.
         """
+        ...
+
+    def gather(self, ranks: Ranks, owner: int) -> None:
+        """Bring the moments of all ranks' batches together on one of them; on the others they are of no use then."""
         ...
 
     def average(self) -> None:
@@ -204,13 +209,19 @@ class InputMoments:
                 self._sum_up()
             start = end
 
+    def gather(self, ranks: Ranks, owner: int) -> None:
+        """See `TaskInput.gather`."""
+        if self._rows:
+            self._sum_up()
+        self.tokens = sum(ranks.exchange(self.tokens))
+        ranks.add_up(self._totals(), owner)
+
     def average(self) -> None:
         """See `TaskInput.average`."""
         if self._rows:
             self._sum_up()
         self._student = self._delta = self._weights = self.mean.new_empty(0)
-        answers = [answer.total for answer in self._answers.values()]
-        for total in (self.gram, self.mean, self.shift, *self._crosses(), *answers):
+        for total in self._totals():
             total /= self.tokens
         mirror_lower_triangle(self.gram)
 
@@ -287,8 +298,9 @@ class InputMoments:
             for part in parts(outputs):
                 add_product(self.narrow_cross[name], part, weighted)
 
-    def _crosses(self) -> list[Tensor]:
-        return [*self.narrow_cross.values()] if self.cross is None else [self.cross]
+    def _totals(self) -> list[Tensor]:
+        crosses = [*self.narrow_cross.values()] if self.cross is None else [self.cross]
+        return [self.gram, self.mean, self.shift, *crosses, *(answer.total for answer in self._answers.values())]
 
 
 class _NarrowAnswer:
@@ -329,7 +341,7 @@ class InputFeatures:
         self.shift = torch.zeros(width, device=device)
         self.student = self._expert = torch.zeros(0, width, device=device)
         self.weights = torch.zeros(0, device=device)
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._parts: list[tuple[Tensor, ...]] = []
 
     def add(
         self,
@@ -342,6 +354,11 @@ class InputFeatures:
         w = torch.ones(len(student), device=student.device) if weights is None else weights
         self.tokens += float(w.sum())
         self._parts.append((student.clone(), expert.clone(), w))
+
+    def gather(self, ranks: Ranks, owner: int) -> None:
+        """See `TaskInput.gather`."""
+        self.tokens = sum(ranks.exchange(self.tokens))
+        self._parts = ranks.collect(self._parts, owner)
 
     def average(self) -> None:
         """See `TaskInput.average`."""
@@ -400,6 +417,11 @@ class NormMoments:
         self.tokens += float(len(z) if weights is None else weights.sum())
         self.mean += weighted.sum(0)
         self.square += (weighted * z).sum(0)
+
+    def gather(self, ranks: Ranks, owner: int) -> None:
+        """Add the moments of all ranks' batches up on one of them."""
+        self.tokens = sum(ranks.exchange(self.tokens))
+        ranks.add_up([self.mean, self.square], owner)
 
     def average(self) -> None:
         """Divide the sums by the weighted tokens."""

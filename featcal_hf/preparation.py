@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,15 @@ from featcal_hf.checkpoint import check_finite
 from featcal_hf.compare import Models, open_models, streamed_of
 from featcal_hf.data import TaskData, load_task
 from featcal_hf.data.batches import Batch
-from featcal_hf.errors import CheckpointError
+from featcal_hf.errors import CheckpointError, RanksError
 from featcal_hf.forecast import batch_tokens, forecast_memory
 from featcal_hf.mapping import check_mapping, locate_dataset
 from featcal_hf.merged_recipe import other_recipe
 from featcal_hf.plan import Plan, make_plan
+from featcal_hf.ranks import ALONE, Ranks
 from featcal_hf.recipe import Recipe, Settings, Task, read_recipe
 from featcal_hf.record import binding_conditions, describe_conditions, describe_work
-from featcal_hf.resume import Unfinished, bytes_to_write, find_unfinished
+from featcal_hf.resume import Unfinished, bytes_to_write, differences, find_unfinished
 from featcal_hf.save import UNFINISHED, WORK, check_output, check_space, is_calibrated
 
 OnStage = Callable[[str], None]
@@ -72,6 +73,7 @@ def prepare(
     mapping: Mapping[str, str] | None = None,
     restart: bool = False,
     on_stage: OnStage = lambda stage: None,
+    ranks: Ranks = ALONE,
 ) -> Prepared:
     """Do everything that can fail before the first forward; the arguments are those of `calibrate`.
 
@@ -99,25 +101,39 @@ def prepare(
             f"`mergekit-yaml {recipe} {folder}` to start from the merged weights."
         )
     target, work = (folder, folder / WORK) if output is None else (Path(output), Path(output) / UNFINISHED)
-    check_space(target, bytes_to_write(models.student, output is not None) - _size(work))
+    if ranks.is_first:
+        check_space(target, bytes_to_write(models.student, output is not None) - _size(work))
     on_stage("reading the tasks' examples")
     data = [_load(task, models, random_seed, trust_remote_code, mapping or {}) for task in read.tasks]
+    prepared = Prepared(
+        read, settings, models, data, None if output is None else Path(output), random_seed, warnings=warnings
+    )
+    _check_same(prepared, ranks)
+    if not ranks.is_first:
+        return prepared
     on_stage("looking for NaN in the weights")
     for label, model in models.all().items():
         check_finite(model.checkpoint, label)
     for label, adapter in models.adapters().items():
         check_finite(adapter.checkpoint, label)
-    unfinished = None
-    if not restart:
-        unfinished = find_unfinished(
-            models.student,
-            work,
-            lambda: describe_work(read, settings, models, data),
-            binding_conditions(describe_conditions(torch.device(device))),
-        )
-    return Prepared(
-        read, settings, models, data, None if output is None else Path(output), random_seed, unfinished, warnings
-    )
+    if restart:
+        return prepared
+    conditions = binding_conditions(describe_conditions(torch.device(device), ranks.size))
+    return replace(prepared, unfinished=find_unfinished(models.student, work, lambda: prepared.work, conditions))
+
+
+def _check_same(prepared: Prepared, ranks: Ranks) -> None:
+    """Refuse ranks that would each calibrate something else: other files, other rows, other versions."""
+    if ranks.size == 1:
+        return
+    work = describe_work(prepared.recipe, prepared.settings, prepared.models, prepared.data, on_one_disk=False)
+    first, *others = ranks.exchange(work | describe_conditions(torch.device("cpu"))["versions"])
+    for number, other in enumerate(others, 1):
+        if found := differences(first, other):
+            raise RanksError(
+                f"rank {number} would calibrate something else than rank 0: {'; '.join(found[:3])}. Give all ranks "
+                "the same recipe, models, data and versions."
+            )
 
 
 def _refuse_an_input(models: Models) -> None:

@@ -79,13 +79,19 @@ class RunReport:
         }
 
 
-def describe_conditions(device: torch.device) -> dict[str, Any]:
-    """What the bytes of a result depend on beside the recipe, the data and the models."""
+def describe_conditions(device: torch.device, processes: int = 1) -> dict[str, Any]:
+    """What the bytes of a result depend on beside the recipe, the data and the models.
+
+    Args:
+        device: where it is computed.
+        processes: how many share the batches.
+    """
     on_gpu = device.type == "cuda"
     return {
         "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
         "installed_from": requirement(),
         "device": f"{device} ({torch.cuda.get_device_name(device)})" if on_gpu else str(device),
+        "processes": processes,
         "threads": torch.get_num_threads(),
         "cpu": f"{platform.machine()} {_cpu_model()}".rstrip(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -98,6 +104,7 @@ def binding_conditions(conditions: dict[str, Any]) -> dict[str, Any]:
     versions = {f"{name}'s version": conditions["versions"][name] for name in COMPUTING}
     names = {
         "device": "the device",
+        "processes": "the number of processes",
         "threads": "the number of threads",
         "cpu_capability": "the CPU's capability",
         "bfloat16_units": "that bfloat16 is multiplied in hardware",
@@ -131,11 +138,14 @@ def describe_data(recipe: Recipe, data: list[TaskData]) -> dict[str, dict[str, A
     }
 
 
-def describe_work(recipe: Recipe, settings: Settings, models: Models, data: list[TaskData]) -> dict[str, Any]:
+def describe_work(
+    recipe: Recipe, settings: Settings, models: Models, data: list[TaskData], on_one_disk: bool = True
+) -> dict[str, Any]:
     """What makes a run the same again, by words for a message: settings, inputs, models.
 
     A weight file is known by its size, its time of change and, for safetensors, its table of tensors: all its bytes are
-    read once by a run, and not once more to tell whether they are the same.
+    read once by a run, and not once more to tell whether they are the same. The time counts `on_one_disk`: copies on
+    others have one each.
     """
     work: dict[str, Any] = {
         f"featcal.{key}": value for key, value in settings.model_dump(mode="json", by_alias=True).items()
@@ -147,19 +157,19 @@ def describe_work(recipe: Recipe, settings: Settings, models: Models, data: list
             _digest_of(task_data.holdout),
         ]
     for label, model in models.all().items():
-        work |= _files_of(label, model.checkpoint, "config.json")
+        work |= _files_of(label, model.checkpoint, "config.json", on_one_disk)
     for label, adapter in models.adapters().items():
-        work |= _files_of(f"adapter of {label}", adapter.checkpoint, "adapter_config.json")
+        work |= _files_of(f"adapter of {label}", adapter.checkpoint, "adapter_config.json", on_one_disk)
     return work
 
 
-def _files_of(label: str, checkpoint: Checkpoint, config: str) -> dict[str, Any]:
+def _files_of(label: str, checkpoint: Checkpoint, config: str, on_one_disk: bool) -> dict[str, Any]:
     files: dict[str, Any] = {f"{label}'s {config}": _digest(checkpoint.folder / config)}
     for shard in checkpoint.shards:
         stat = (checkpoint.folder / shard).stat()
         table = [[name, str(one.dtype), one.shape] for name, one in checkpoint.tensors.items() if one.shard == shard]
         mark = hashlib.sha256(repr(table).encode()).hexdigest()
-        files[f"{label}'s {shard}"] = [stat.st_size, stat.st_mtime_ns, mark]
+        files[f"{label}'s {shard}"] = [stat.st_size, stat.st_mtime_ns if on_one_disk else None, mark]
     return files
 
 

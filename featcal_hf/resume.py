@@ -73,10 +73,10 @@ def find_unfinished(
     journal = read_journal(folder)
     if journal is None or not journal.blocks:
         return None
-    changed = tuple(_differences(journal.work, work()))
+    changed = tuple(differences(journal.work, work()))
     if changed:
         return Unfinished(journal, 0, changed)
-    other = list(_differences(journal.conditions, conditions))
+    other = list(differences(journal.conditions, conditions))
     if other:
         raise CheckpointError(
             f"{folder} holds {len(journal.blocks)} finished blocks of {journal.total} from a run under other "
@@ -217,7 +217,7 @@ def _source(student: StreamedModel, path: str, name: str) -> str:
     return source
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What is not as it was, one phrase each."""
     phrases = []
     for name in [*before, *(name for name in now if name not in before)]:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from featcal_hf.activations import Activations, activations
-from featcal_hf.calibrate import OnStep, calibrate_blocks
+from featcal_hf.activations import activations
+from featcal_hf.calibrate import BlockReport, OnStep, calibrate_blocks
 from featcal_hf.card import check_license, write_card
+from featcal_hf.checkpoint import Checkpoint
 from featcal_hf.errors import CheckpointError, HubError
 from featcal_hf.hub import check_before_run, push
 from featcal_hf.lock import locked
 from featcal_hf.parents import describe_parents
 from featcal_hf.preparation import OnStage, Prepared, prepare
+from featcal_hf.ranks import ALONE, FIRST, Ranks
 from featcal_hf.record import RunReport, binding_conditions, describe_conditions, describe_data, describe_models
 from featcal_hf.resume import FinishedBlocks, forget_unfinished, holds_finished_blocks
 from featcal_hf.save import (
@@ -57,6 +60,7 @@ def calibrate(
     on_stage: OnStage = lambda stage: None,
     on_prepared: Callable[[Prepared], None] = lambda prepared: None,
     on_step: OnStep = lambda step: None,
+    ranks: Ranks = ALONE,
 ) -> RunReport:
     """Calibrate the merged model in `model_dir` towards its experts, in place or into `output`.
 
@@ -81,6 +85,7 @@ def calibrate(
         on_stage: called with the name of each stage of preparation.
         on_prepared: called once everything has been checked.
         on_step: called before each step, see `Step`.
+        ranks: who shares the work, see `joined_ranks`: all call this, the first one writes.
 
     Returns:
         What was done; also written to `featcal.json` beside the weights.
@@ -92,18 +97,23 @@ def calibrate(
         SolveError: a module has no finite solution. In all these cases the merged model is as it was.
         CardError: the model is calibrated, but its card can't be written; or its licence is open, and it was to be
             pushed.
+        RanksError: the ranks don't do the same, or one of them is gone.
         HubError: what stops a push was found before the run; or the model is calibrated, but wasn't pushed.
     """
     started = time.perf_counter()
-    if push_to_hub is not None:
-        _check_push(push_to_hub, write_model_card)
     folder = Path(model_dir)
-    if output is not None:
-        check_output(Path(output), folder)
     target = folder if output is None else Path(output)
-    with _mended(target, folder), locked(target) if folder.is_dir() else nullcontext():
-        if output is None and folder.is_dir():
-            finish_swap(folder)
+    with ranks.together(), ExitStack() as stack:
+        if push_to_hub is not None and ranks.is_first:
+            _check_push(push_to_hub, write_model_card)
+        if output is not None:
+            check_output(Path(output), folder)
+        stack.enter_context(_mended(target, folder))
+        if folder.is_dir() and ranks.is_first:
+            stack.enter_context(locked(target))
+            if output is None:
+                finish_swap(folder)
+        ranks.exchange(None)  # nobody opens what is still being put in place
         prepared = prepare(
             recipe,
             model_dir,
@@ -115,16 +125,17 @@ def calibrate(
             mapping=mapping,
             restart=restart,
             on_stage=on_stage,
+            ranks=ranks,
         )
-        if push_to_hub is not None:
+        if push_to_hub is not None and ranks.is_first:
             check_license(prepared.recipe.card, describe_parents(prepared.recipe, prepared.models))
         on_prepared(prepared)
         report = calibrate_prepared(
-            prepared, prepared.output, torch.device(device), on_step, started, activation_memory
+            prepared, prepared.output, torch.device(device), on_step, started, activation_memory, ranks
         )
-        if write_model_card:
+        if write_model_card and ranks.is_first:
             report = replace(report, card=write_card(target, repo_id=push_to_hub))
-    if push_to_hub is not None:
+    if push_to_hub is not None and ranks.is_first:
         report = replace(report, pushed=push(target, push_to_hub, on_stage=on_stage))
     return report
 
@@ -143,47 +154,60 @@ def calibrate_prepared(
     on_step: OnStep,
     started: float,
     activation_memory: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> RunReport:
-    """Run the calibration of a prepared run, or the rest of it, and write its result."""
+    """Run the calibration of a prepared run, or the rest of it, and write its result; `ranks` share the work."""
     checkpoint = prepared.models.student.checkpoint
     target = output if output is not None else checkpoint.folder
     work = target / (WORK if output is None else UNFINISHED)
-    with _mended(target, checkpoint.folder):
-        if output is not None:
-            discard_unfinished(checkpoint, output)
-        if prepared.unfinished is None or not prepared.unfinished.usable:
-            forget_unfinished(work)
-        with work_folder(work, keep=lambda: holds_finished_blocks(work)):
-            conditions = describe_conditions(device)
-            finished = _finished_blocks(prepared, work, conditions)
-            earlier = sum(report.seconds for report in finished.reports)
-            try:
-                if not finished.complete:
-                    discard(work / ACTIVATIONS)
-                    with activations(activation_memory, work / ACTIVATIONS) as held:
-                        _calibrate_rest(prepared, finished, device, held, on_step)
-                _check_unchanged(prepared)
-                new = finished.close()
-                report = RunReport(
-                    prepared.recipe,
-                    prepared.settings,
-                    describe_models(prepared.models),
-                    describe_data(prepared.recipe, prepared.data),
-                    conditions,
-                    finished.reports,
-                    earlier + time.perf_counter() - started,
-                    describe_parents(prepared.recipe, prepared.models),
-                    prepared.random_seed,
-                    prepared.warnings,
-                )
-                contents = report.as_dict() | {"fingerprint": finished.marks}
-                if output is None:
-                    swap_in(checkpoint, new, work, contents)
-                else:
-                    write_output(checkpoint, new, work, output, contents)
-            except KeyboardInterrupt as error:
-                raise KeyboardInterrupt(f"{checkpoint.folder} holds one whole model; {finished.state()}") from error
+    with ExitStack() as stack:
+        stack.enter_context(_mended(target, checkpoint.folder))
+        if ranks.is_first:
+            if output is not None:
+                discard_unfinished(checkpoint, output)
+            if prepared.unfinished is None or not prepared.unfinished.usable:
+                forget_unfinished(work)
+            stack.enter_context(work_folder(work, keep=lambda: holds_finished_blocks(work)))
+        stack.enter_context(ranks.together())
+        stack.enter_context(_mended(target, checkpoint.folder))
+        conditions = describe_conditions(device, ranks.size)
+        finished = _finished_blocks(prepared, work, conditions) if ranks.is_first else None
+        try:
+            state = (finished.reports, finished.complete) if finished is not None else ([], False)
+            earlier, complete = ranks.exchange(state)[FIRST]
+            if not complete:
+                _calibrate_rest(prepared, finished, earlier, work, device, activation_memory, on_step, ranks)
+            _check_unchanged(prepared)
+            reports = ranks.exchange(finished.reports if finished is not None else [])[FIRST]
+            report = RunReport(
+                prepared.recipe,
+                prepared.settings,
+                describe_models(prepared.models),
+                describe_data(prepared.recipe, prepared.data),
+                conditions,
+                reports,
+                sum(block.seconds for block in earlier) + time.perf_counter() - started,
+                describe_parents(prepared.recipe, prepared.models),
+                prepared.random_seed,
+                prepared.warnings,
+            )
+            if finished is not None:
+                _put_in_place(checkpoint, finished, work, output, report)
+        except KeyboardInterrupt as error:
+            done = f"; {finished.state()}" if finished is not None else ""
+            raise KeyboardInterrupt(f"{checkpoint.folder} holds one whole model{done}") from error
     return report
+
+
+def _put_in_place(
+    checkpoint: Checkpoint, finished: FinishedBlocks, work: Path, output: Path | None, report: RunReport
+) -> None:
+    new = finished.close()
+    contents = report.as_dict() | {"fingerprint": finished.marks}
+    if output is None:
+        swap_in(checkpoint, new, work, contents)
+    else:
+        write_output(checkpoint, new, work, output, contents)
 
 
 def _finished_blocks(prepared: Prepared, work: Path, conditions: dict[str, Any]) -> FinishedBlocks:
@@ -194,7 +218,14 @@ def _finished_blocks(prepared: Prepared, work: Path, conditions: dict[str, Any])
 
 
 def _calibrate_rest(
-    prepared: Prepared, finished: FinishedBlocks, device: torch.device, held: Activations, on_step: OnStep
+    prepared: Prepared,
+    finished: FinishedBlocks | None,
+    earlier: list[BlockReport],
+    work: Path,
+    device: torch.device,
+    activation_memory: int | None,
+    on_step: OnStep,
+    ranks: Ranks,
 ) -> None:
     tasks = [
         CalibrationTask(
@@ -205,19 +236,26 @@ def _calibrate_rest(
         )
         for task, data in zip(prepared.recipe.tasks, prepared.data, strict=True)
     ]
-    calibrate_blocks(
-        prepared.models.student,
-        prepared.models.base,
-        tasks,
-        prepared.settings,
-        device=device,
-        activations=held,
-        write=finished.write,
-        on_block=finished.note,
-        on_step=on_step,
-        finished=finished.reports,
-        read=finished.read,
-    )
+    if ranks.is_first:
+        discard(work / ACTIVATIONS)
+    ranks.exchange(None)
+    with activations(activation_memory, work / ACTIVATIONS / str(ranks.number), ranks.neighbours) as held:
+        calibrate = partial(
+            calibrate_blocks,
+            prepared.models.student,
+            prepared.models.base,
+            tasks,
+            prepared.settings,
+            device=device,
+            activations=held,
+            on_step=on_step,
+            finished=earlier,
+            ranks=ranks,
+        )
+        if finished is None:
+            calibrate(write=lambda path, parameters: None)
+        else:
+            calibrate(write=finished.write, on_block=finished.note, read=finished.read)
 
 
 def _check_unchanged(prepared: Prepared) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,15 +19,19 @@ from featcal_hf.forward import (
     ParkedForward,
     first_tensor,
     forward_inputs,
+    places,
     run_block,
     run_block_watched,
     without_loss,
 )
 from featcal_hf.models import BlockModel
+from featcal_hf.ranks import FIRST, Ranks, divide
 from featcal_hf.stages import StageClock
 from featcal_hf.systems import TaskMoments
 from featcal_hf.tokens import own_mask
 
+CALIBRATION_RUNS, HOLDOUT_RUNS = 3, 5
+"""How often a batch is run through a block: a held-out one by the merged model and for its drift's parts as well."""
 Batches = Sequence[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]
 
 
@@ -46,6 +50,25 @@ class CalibrationTask:
     expert: BlockModel
     calibration: Batches
     holdout: Batches
+
+
+def share_of(tasks: Sequence[CalibrationTask], ranks: Ranks) -> list[CalibrationTask]:
+    """The batches of each task that this rank runs; the first one has all held-out ones, and so fewer others.
+
+    Raises:
+        DataError: a task has no batches.
+    """
+    loads, shares = [0.0] * ranks.size, []
+    for task in tasks:
+        if not task.calibration:
+            raise DataError(f"task {task.name} has no batches; give it at least one.")
+        first, *others = (CALIBRATION_RUNS * _size(batch) for batch in task.calibration)
+        owners = divide([first], loads)
+        loads[FIRST] += HOLDOUT_RUNS * sum(map(_size, task.holdout))
+        owners += divide(others, loads)
+        own = [batch for batch, owner in zip(task.calibration, owners, strict=True) if owner == ranks.number]
+        shares.append(replace(task, calibration=own, holdout=task.holdout if ranks.is_first else []))
+    return shares
 
 
 @dataclass
@@ -80,8 +103,6 @@ class TaskStreams:
     @classmethod
     def start(cls, student: BlockModel, task: CalibrationTask, activations: Activations) -> TaskStreams:
         """Start every batch's forwards and park them at the first block."""
-        if not task.calibration:
-            raise DataError(f"task {task.name} has no batches; give it at least one.")
         streams = cls(
             task.name,
             task.expert,
@@ -108,6 +129,10 @@ class TaskStreams:
     def forwards(self) -> list[ParkedForward]:
         """All forwards of all batches."""
         return [run for pair in self.pairs() for run in pair.forwards()]
+
+    def places(self) -> set[str | None]:
+        """The blocks at which its forwards are parked."""
+        return places(self.forwards())
 
     def first_call(self, device: torch.device) -> Call:
         """What the student's block is given for the first batch."""
@@ -260,6 +285,10 @@ def _pair(
         ParkedForward(expert.module, expert_inputs.inputs),
         ParkedForward(student.module, student_inputs.inputs) if held_out else None,
     )
+
+
+def _size(batch: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]) -> int:
+    return sum(value.numel() for value in batch[0].values())
 
 
 def _at_home(run: ParkedForward, output: Any) -> Any:

@@ -20,6 +20,7 @@ from featcal_hf.modules import (
     stored_weight,
 )
 from featcal_hf.moments import NarrowModule, NormMoments, TaskInput, few_in_all, task_input
+from featcal_hf.ranks import ALONE, FIRST, Ranks, divide
 from featcal_hf.recipe import Settings
 from featcal_hf.solve import InputSystem, Linear, NormSystem, anchor, gap_rows, relative_step
 from featcal_hf.tokens import counted, token_weights
@@ -155,7 +156,7 @@ class TaskMoments:
             )
             for group in plan.groups
         }
-        self.norms: dict[Norm, NormMoments] = {}
+        self.norms = {norm: NormMoments(norm.width, device) for norm in plan.norms}
         self._written = {
             group: [name for name, module in modules.items() if isinstance(module, NarrowModule)]
             for group, modules in narrow.items()
@@ -199,9 +200,18 @@ class TaskMoments:
             features = _single(student, (norm.name,))
             weights = self._weights(features, False, self.plan.first_token_read, tokens, encoder_tokens)
             rows, row_weights = counted(norm.normalise(merged, features), weights)
-            if norm not in self.norms:
-                self.norms[norm] = NormMoments(rows.shape[-1], rows.device)
             self.norms[norm].add(rows, row_weights)
+
+    def gather(self, ranks: Ranks, owners: Mapping[InputGroup, int]) -> None:
+        """Bring the moments of all ranks' batches together, each input's on the rank that solves over it."""
+        for group, owner in owners.items():
+            self.groups[group].gather(ranks, owner)
+            if owner != ranks.number:
+                del self.groups[group]
+        for norm_moments in self.norms.values():
+            norm_moments.gather(ranks, FIRST)
+        if not ranks.is_first:
+            self.norms.clear()
 
     def average(self, where: str) -> None:
         """Divide by the tokens seen.
@@ -295,6 +305,7 @@ class BlockSystems:
         base: the base's block, None without one.
         settings: λ, ρ, α and switches, resolved.
         most_tokens: tokens of all tasks at most: the block's own, and those its cross-attention reads.
+        ranks: who shares the work: each solves over some of the inputs, the first one for all norms.
     """
 
     def __init__(
@@ -305,13 +316,20 @@ class BlockSystems:
         base: nn.Module | None,
         settings: Settings,
         most_tokens: tuple[int, int],
+        ranks: Ranks = ALONE,
     ) -> None:
         self.path, self.plan, self.merged, self.base, self.settings = path, plan, merged, base, settings
         self._device = next(merged.parameters()).device
         self._most_tokens = most_tokens
         self._rho = 1.0 if settings.rho is None else settings.rho
         self._inputs: dict[InputGroup, InputSystem] = {}
-        self._norms = {norm: NormSystem(*self._norm_anchor(norm), settings.lambda_) for norm in plan.norms}
+        self._ranks = ranks
+        costs = {group: group.width**2 * (group.width + self._outputs(group)) for group in plan.groups}
+        dearest = sorted(plan.groups, key=lambda group: -costs[group])
+        owners = dict(zip(dearest, divide([costs[group] for group in dearest], [0.0] * ranks.size), strict=True))
+        self.owners = {group: owners[group] for group in plan.groups}
+        norms = plan.norms if ranks.is_first else ()
+        self._norms = {norm: NormSystem(*self._norm_anchor(norm), settings.lambda_) for norm in norms}
 
     def start_task(self, expert: nn.Module, tokens: int, encoder_tokens: int) -> TaskMoments:
         """Empty moments for a task's batches.
@@ -326,7 +344,7 @@ class BlockSystems:
 
     def add_task(self, moments: TaskMoments, expert: nn.Module) -> None:
         """Add a task's averaged moments, freeing each as it is used."""
-        for group in sorted(self.plan.groups, key=lambda group: -group.width):
+        for group in sorted(moments.groups, key=lambda group: -group.width):
             group_moments = moments.groups.pop(group)
             if group not in self._inputs:
                 self._inputs[group] = InputSystem(
@@ -347,13 +365,13 @@ class BlockSystems:
             self._norms[norm].add_task(norm_moments, norm.gamma(expert), bias_of(expert.get_submodule(norm.name)))
 
     def solve(self) -> BlockUpdate:
-        """Solve every module; the systems are freed one after another.
+        """Solve every module, each on the rank that has its system; they are freed one after another.
 
         Raises:
             SolveError: a system has no finite solution; names the module.
         """
         update = BlockUpdate()
-        for group in self.plan.groups:
+        for group in [group for group in self.plan.groups if group in self._inputs]:
             system = self._inputs.pop(group)
             where = f"{self.path}.{'/'.join(group.names)}"
             lambda_ = system.lambda_
@@ -378,7 +396,17 @@ class BlockSystems:
             self._put(update, f"{norm.name}.weight", (gamma - norm.offset).to(_dtype(module, "weight")))
             if beta is not None:
                 self._put(update, f"{norm.name}.bias", beta.to(_dtype(module, "bias")))
-        return update
+        return self._whole(update)
+
+    def _whole(self, part: BlockUpdate) -> BlockUpdate:
+        """What all ranks have solved, in the plan's order."""
+        parts = self._ranks.exchange((part.modules, part.inputs))
+        order = {name: number for number, name in enumerate(self.plan.watched)}
+        return BlockUpdate(
+            self._ranks.pool(part.parameters),
+            sorted((module for modules, _ in parts for module in modules), key=lambda module: order[module.name]),
+            sorted((one for _, inputs in parts for one in inputs), key=lambda one: order[one.modules[0]]),
+        )
 
     def _narrow_modules(self, group: InputGroup, expert: nn.Module) -> dict[str, Tensor | NarrowModule]:
         linears = {name: self._linear(expert, name) for name in group.names}
@@ -398,6 +426,9 @@ class BlockSystems:
             lambda: gap_rows(weight, merged, base, everything, self._rho),
             self.settings.alpha,
         )
+
+    def _outputs(self, group: InputGroup) -> int:
+        return sum(len(linear_weight(self.merged.get_submodule(name))) for name in group.names)
 
     def _linears(self, name: str) -> tuple[Linear, Linear | None]:
         return self._linear(self.merged, name), None if self.base is None else self._linear(self.base, name)

@@ -22,6 +22,7 @@ from featcal_hf.commands.options import (
 from featcal_hf.mapping import read_mapping
 from featcal_hf.preparation import Prepared, plan_of, prepare
 from featcal_hf.progress import step_progress
+from featcal_hf.ranks import ALONE, Ranks
 from featcal_hf.run import calibrate
 from featcal_hf.summary import show_plan, show_result, show_verdict
 
@@ -41,7 +42,9 @@ from featcal_hf.summary import show_plan, show_result, show_verdict
     ]
 )
 @click.option("--restart", is_flag=True, help="Drop what a stopped run has finished, and begin anew.")
+@click.pass_context
 def calibrate_command(
+    context: click.Context,
     recipe: Path,
     model_dir: Path,
     output: Path | None,
@@ -60,17 +63,19 @@ def calibrate_command(
     restart: bool,
 ) -> None:
     """Calibrate the merged model in MODEL_DIR towards the experts of RECIPE, in place or into --output."""
+    ranks = context.find_object(Ranks) or ALONE
+    quiet_here = quiet or not ranks.is_first
     console = open_console(verbosity)
-    leave_warnings_to_the_plan(quiet)
+    leave_warnings_to_the_plan(quiet_here)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    place = usable_device(device, cuda)
+    place = ranks.place(usable_device(device, cuda))
 
     def show(prepared: Prepared) -> None:
-        if not quiet:
+        if not quiet_here:
             show_plan(console, prepared, plan_of(prepared, activation_memory))
 
-    with step_progress(console, quiet) as on_step:
+    with step_progress(console, quiet_here) as on_step:
         report = calibrate(
             recipe,
             model_dir,
@@ -84,10 +89,13 @@ def calibrate_command(
             activation_memory=activation_memory,
             push_to_hub=push_to_hub,
             restart=restart,
-            on_stage=stages(console, quiet),
+            on_stage=stages(console, quiet_here),
             on_prepared=show,
             on_step=on_step,
+            ranks=ranks,
         )
+    if not ranks.is_first:
+        return
     if quiet:
         show_verdict(console, report)
     else:

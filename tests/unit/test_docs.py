@@ -42,6 +42,8 @@ def check_command(words: list[str]) -> None:
         assert {word for word in arguments if "=" not in word} <= set(targets)
     elif program == "python":
         assert arguments[0] == "-m" or (ROOT / arguments[0]).is_file()
+    elif program in {"torchrun", "accelerate"}:
+        check_command(["featcal-hf", *arguments[arguments.index("featcal_hf") + 1 :]])
     elif program == "pip":
         extras = re.findall(r"featcal_hf\[([\w,-]+)\]", " ".join(arguments))
         assert set(",".join(extras).split(",")) - {""} <= set(metadata("featcal_hf").get_all("Provides-Extra"))
