@@ -36,7 +36,7 @@ from featcal_hf.activations import activations
 from featcal_hf.calibrate import calibrate_blocks
 from featcal_hf.checkpoint import open_checkpoint
 from featcal_hf.forward import ParkedForward
-from featcal_hf.moments import GATHERED_ROWS
+from featcal_hf.grams import GATHERED_ROWS
 from featcal_hf.products import add_lower_triangle, float32_products
 from featcal_hf.recipe import Settings
 from featcal_hf.save import work_folder

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from featcal_hf.activations import Activations
+from featcal_hf.allocator import keeping_freed_memory
 from featcal_hf.drift import Drift
 from featcal_hf.errors import DataError
 from featcal_hf.forward import next_block, parking, refuse_second_visit, run_block_watched
@@ -156,6 +157,7 @@ def calibrate_blocks(
     visited: set[str] = set()
     with ExitStack() as stack:
         stack.enter_context(float32_products(rounded=False))
+        stack.enter_context(keeping_freed_memory())
         paths = list(stack.enter_context(parking(student.module)))
         experts = {id(task.expert.module): task.expert.module for task in tasks}
         for module in experts.values():

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from featcal_hf.footprint import BlockFootprint, ModuleInput
-from featcal_hf.moments import GATHERED_ROWS, few_in_all, few_in_task
+from featcal_hf.grams import GATHERED_ROWS
+from featcal_hf.moments import few_in_all, few_in_task
 from featcal_hf.solve import WORK_ROWS
 
 FLOAT32_BYTES = 4

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TRIANGLE_COLUMNS = 512
+TRIANGLE_ROWS = 256
 SQUARE = 256
 
 
@@ -26,9 +26,9 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def add_lower_triangle(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
     """Add factor · leftᵀ right to the lower triangle of `total`, for a product that is symmetric."""
-    for start in range(0, len(total), TRIANGLE_COLUMNS):
-        columns = slice(start, start + TRIANGLE_COLUMNS)
-        total[start:, columns].addmm_(left[:, start:].T, right[:, columns], alpha=factor)
+    for start in range(0, len(total), TRIANGLE_ROWS):
+        end = start + TRIANGLE_ROWS
+        total[start:end, :end].addmm_(left[:, start:end].T, right[:, :end], alpha=factor)
 
 
 def mirror_lower_triangle(total: Tensor) -> None:
@@ -39,15 +39,6 @@ def mirror_lower_triangle(total: Tensor) -> None:
             total[columns, rows] = total[rows, columns].T
         corner = total[rows, rows]
         corner.copy_(torch.tril(corner) + torch.tril(corner, -1).T)
-
-
-def halves(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Float32 numbers as a sum of two, the first exact in bfloat16; with the second rounded to it, to 2⁻¹⁷ of each.
-
-    The second takes the place of the numbers.
-    """
-    high = numbers.bfloat16().float()
-    return high, numbers.sub_(high)
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

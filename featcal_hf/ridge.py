@@ -13,19 +13,26 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from featcal_hf.moments import InputFeatures, TaskInput, frobenius
-from featcal_hf.spectrum import Spectrum, lower_frobenius, spectrum
+from featcal_hf.cholesky import cholesky
+from featcal_hf.features import InputFeatures
+from featcal_hf.frobenius import frobenius, lower_frobenius
+from featcal_hf.moments import TaskInput
+from featcal_hf.spectrum import Spectrum, spectrum
 
 
 class Ridge(Protocol):
     """A ridge regression of all modules that read one input; tasks are added one at a time."""
 
-    def add_task(self, moments: TaskInput, omega: float) -> None:
-        """Add a task with its weight ω_i; the answers that follow are its."""
+    def add_task(self, moments: TaskInput, omega: float, alpha: float) -> None:
+        """Add a task with its weight ω_i; the answers that follow are its, all with this α."""
         ...
 
     def add_answer(self, name: str, height: int, rows: slice, gap: Tensor, target: Tensor, alpha: float) -> None:
         """Add the task's answer for some rows of a module of `height` outputs: gap = W_i - A, target = W_i."""
+        ...
+
+    def add_anchor(self, name: str, rows: slice, start: Tensor) -> None:
+        """Complete the answers of some rows, after all tasks: start = A."""
         ...
 
     def end_task(self) -> None:
@@ -47,11 +54,13 @@ class WidthRidge:
     def __init__(self, width: int, device: torch.device) -> None:
         self._matrix = torch.zeros(width, width, device=device)
         self._sides: dict[str, Tensor] = {}
+        self._drift: Tensor | None = None
         self._task: tuple[TaskInput, float] | None = None
 
-    def add_task(self, moments: TaskInput, omega: float) -> None:
+    def add_task(self, moments: TaskInput, omega: float, alpha: float) -> None:
         """See `Ridge.add_task`."""
         moments.add_gram(self._matrix, omega)
+        self._drift = moments.share_drift(self._drift, omega, alpha)
         self._task = moments, omega
 
     def add_answer(self, name: str, height: int, rows: slice, gap: Tensor, target: Tensor, alpha: float) -> None:
@@ -62,6 +71,11 @@ class WidthRidge:
         if name not in self._sides:
             self._sides[name] = self._matrix.new_zeros(height, len(self._matrix))
         moments.add_answer(self._sides[name][rows], omega, name, rows, gap, target, alpha)
+
+    def add_anchor(self, name: str, rows: slice, start: Tensor) -> None:
+        """See `Ridge.add_anchor`: α A Σ ω_i D_i, see `TaskInput.share_drift`."""
+        if self._drift is not None:
+            self._sides[name][rows].addmm_(start, self._drift)
 
     def end_task(self) -> None:
         """See `Ridge.end_task`."""
@@ -90,7 +104,7 @@ class TokenRidge:
         self._matrix = torch.zeros(0, 0)
         self._task: tuple[InputFeatures, Tensor] | None = None
 
-    def add_task(self, moments: TaskInput, omega: float) -> None:
+    def add_task(self, moments: TaskInput, omega: float, alpha: float) -> None:
         """See `Ridge.add_task`; needs moments that keep their features."""
         if not isinstance(moments, InputFeatures):
             raise TypeError("the form over tokens needs the tokens' features, not their Gram")
@@ -107,6 +121,9 @@ class TokenRidge:
         if len(parts) < len(self._features):
             parts.append(roots.new_empty(len(roots), height))
         parts[-1][:, rows] = moments.outputs(gap, target, alpha) * roots
+
+    def add_anchor(self, name: str, rows: slice, start: Tensor) -> None:
+        """See `Ridge.add_anchor`: the answers are complete."""
 
     def end_task(self) -> None:
         """See `Ridge.end_task`."""
@@ -132,7 +149,5 @@ class TokenRidge:
 
 def _cholesky(matrix: Tensor, lambda_: float) -> tuple[Tensor, bool]:
     matrix.diagonal().add_(lambda_)
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    if int(info) != 0:
-        factor, info = torch.linalg.cholesky_ex(matrix.cpu().double())
-    return factor, int(info) == 0
+    factor, positive = cholesky(matrix)
+    return (factor, positive) if positive else cholesky(matrix.cpu().double())

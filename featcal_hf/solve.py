@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from featcal_hf.errors import SolveError
-from featcal_hf.moments import NormMoments, TaskInput, frobenius
+from featcal_hf.frobenius import frobenius
+from featcal_hf.moments import TaskInput
+from featcal_hf.norm_moments import NormMoments
 from featcal_hf.ridge import Ridge, TokenRidge, WidthRidge
 from featcal_hf.spectrum import Spectrum
 
@@ -104,7 +106,7 @@ class InputSystem:
         omega = task_weight(moments, self.width, self.scale)
         self._tokens.append(moments.tokens)
         self._mean_eigenvalue += omega * moments.trace() / self.width
-        self._ridge.add_task(moments, omega)
+        self._ridge.add_task(moments, omega, self.alpha)
         self._mean.add_(moments.mean, alpha=omega)
         self._task_weights += omega
         self._task = moments, omega
@@ -150,6 +152,8 @@ class InputSystem:
 
     def solve(self, name: str, merged: Linear, base: Linear | None) -> Linear:
         """W* and b* of one module in float32, after `factor`. Frees its right-hand side."""
+        for rows in _row_chunks(merged.weight):
+            self._ridge.add_anchor(name, rows, _anchor_rows(merged, base, rows, self.rho).to(self.device))
         step = self._ridge.step(name)
         bias_anchor = anchor_bias(merged, base, self.rho)
         bias = None

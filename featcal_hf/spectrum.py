@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 KRYLOV_STEPS = 5
-ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,3 @@ def spectrum(factor: Tensor, ridge: float, size: float, smallest: float | None =
     if smallest is None:
         smallest = float(factor.diagonal().min()) ** 2
     return Spectrum(largest / smallest, min((largest - ridge) / size, 1.0) if size else 0.0)
-
-
-def lower_frobenius(matrix: Tensor) -> float:
-    """‖M‖_F of a symmetric matrix (d, d) of which the lower triangle counts."""
-    total = torch.zeros((), dtype=torch.float64, device=matrix.device)
-    for start in range(0, len(matrix), ROWS_AT_ONCE):
-        end = min(start + ROWS_AT_ONCE, len(matrix))
-        below = torch.linalg.vector_norm(matrix[start:end, :start], dim=1).double().square().sum()
-        corner = torch.tril(matrix[start:end, start:end], -1).norm().double().square()
-        total += 2 * (below + corner) + matrix.diagonal()[start:end].double().square().sum()
-    return float(total.sqrt())

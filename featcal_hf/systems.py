@@ -19,7 +19,10 @@ from featcal_hf.modules import (
     reads_keys_or_values,
     stored_weight,
 )
-from featcal_hf.moments import NarrowModule, NormMoments, TaskInput, few_in_all, task_input
+from featcal_hf.moments import TaskInput, few_in_all, task_input
+from featcal_hf.narrow import NarrowModule
+from featcal_hf.norm_moments import NormMoments
+from featcal_hf.products import multiplies_bfloat16
 from featcal_hf.ranks import ALONE, FIRST, Ranks, divide
 from featcal_hf.recipe import Settings
 from featcal_hf.solve import InputSystem, Linear, NormSystem, anchor, gap_rows, relative_step
@@ -158,7 +161,7 @@ class TaskMoments:
         }
         self.norms = {norm: NormMoments(norm.width, device) for norm in plan.norms}
         self._written = {
-            group: [name for name, module in modules.items() if isinstance(module, NarrowModule)]
+            group: [name for name, module in modules.items() if _needs_outputs(module)]
             for group, modules in narrow.items()
         }
 
@@ -415,15 +418,14 @@ class BlockSystems:
         return {name: self._narrow_module(name, linear.weight, expert) for name, linear in linears.items()}
 
     def _narrow_module(self, name: str, weight: Tensor, expert: nn.Module) -> Tensor | NarrowModule:
-        """Outputs in less than float32 are rounded: their answers have to come from the inputs."""
-        if weight.dtype != torch.float32:
+        if weight.dtype != torch.float32 and not (weight.dtype == torch.bfloat16 and multiplies_bfloat16(self._device)):
             return weight
         merged, base = self._linears(name)
         everything = slice(None)
         return NarrowModule(
             weight,
             bias_of(expert.get_submodule(name)),
-            lambda: gap_rows(weight, merged, base, everything, self._rho),
+            lambda: gap_rows(weight.float(), merged, base, everything, self._rho),
             self.settings.alpha,
         )
 
@@ -465,6 +467,10 @@ def _single(run: BlockRun, names: tuple[str, ...]) -> Tensor:
 
 def _calls_reason(calls: int) -> str:
     return "not reached by the forward" if calls == 0 else f"runs {calls} times in the block"
+
+
+def _needs_outputs(module: Tensor | NarrowModule) -> bool:
+    return isinstance(module, NarrowModule) and module.needs_outputs
 
 
 def _dtype(module: nn.Module, name: str) -> torch.dtype:

@@ -8,16 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from featcal_hf.moments import (
-    FEW_TOKENS,
-    InputFeatures,
-    InputMoments,
-    NormMoments,
-    TaskInput,
-    frobenius,
-    task_input,
-)
-from featcal_hf.products import TRIANGLE_COLUMNS
+from featcal_hf.features import InputFeatures
+from featcal_hf.frobenius import frobenius
+from featcal_hf.grams import InputMoments
+from featcal_hf.moments import FEW_TOKENS, TaskInput, task_input
+from featcal_hf.norm_moments import NormMoments
+from featcal_hf.products import TRIANGLE_ROWS
 
 CPU = torch.device("cpu")
 TOKENS, WIDTH, OUT = 40, 12, 5
@@ -103,6 +99,37 @@ def test_the_answer_is_the_gap_times_the_gram_and_alpha_times_the_cross_moment(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_answers_that_leave_the_drift_of_all_tasks_out_are_whole_with_it(kind: str) -> None:
+    sample, rows = Sample(True), slice(1, 3)
+    moments = sample.moments(kind)
+    gap, expert = sample.gap()[rows], sample.module[rows]
+    before = torch.ones(WIDTH, WIDTH)
+    drift = moments.share_drift(before.clone(), 2.0, 0.3)
+    assert drift is not None
+    close(drift, before + 0.6 * sample.cross if kind == "gram" else before)
+    answer = 2 * answer_of(moments, rows, gap, expert, 0.3) + (expert - gap) @ (drift - before)
+    close(answer, 2 * (gap.double() @ sample.gram + 0.3 * expert.double() @ sample.cross))
+
+
+@pytest.mark.parametrize("sizes", [(40,), (3, 4, 33), (17, 23)])
+@pytest.mark.parametrize("weighted", [False, True], ids=["all tokens alike", "token weights"])
+def test_small_batches_are_gathered_and_large_ones_used_as_they_are(
+    weighted: bool, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("featcal_hf.grams.GATHERED_ROWS", 5)
+    monkeypatch.setattr("featcal_hf.rows.CACHED_ROWS", 3)
+    sample = Sample(weighted)
+    moments = sample.moments("gram", sizes)
+    close(gram_of(moments, WIDTH), sample.gram)
+    close(moments.shift, sample.shift)
+    gap = sample.gap()
+    close(
+        answer_of(moments, slice(0, OUT), gap, sample.module, 0.3),
+        gap.double() @ sample.gram + 0.3 * sample.module.double() @ sample.cross,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_does_not_change_the_moments(kind: str) -> None:
     sample = Sample(True)
     moments = sample.moments(kind)
@@ -125,7 +152,7 @@ def test_how_tokens_are_split_into_batches_does_not_matter(kind: str) -> None:
 @pytest.mark.parametrize("size", [1, 5, WIDTH - 1, WIDTH])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gram_wider_than_one_triangle_block_is_whole(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featcal_hf.products.TRIANGLE_COLUMNS", size)
+    monkeypatch.setattr("featcal_hf.products.TRIANGLE_ROWS", size)
     monkeypatch.setattr("featcal_hf.products.SQUARE", size)
     sample = Sample(True)
     moments = sample.moments(kind)
@@ -135,7 +162,7 @@ def test_a_gram_wider_than_one_triangle_block_is_whole(kind: str, size: int, mon
 
 
 def test_a_gram_wider_than_the_real_triangle_block_is_symmetric_to_the_last_bit() -> None:
-    width = TRIANGLE_COLUMNS + 5
+    width = TRIANGLE_ROWS + 5
     moments = InputMoments(width, 30, {}, CPU)
     x = torch.randn(30, width, generator=torch.Generator().manual_seed(0))
     moments.add(x, x, None)

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from featcal_hf.errors import SolveError
-from featcal_hf.moments import InputFeatures, InputMoments, NarrowModule, NormMoments, TaskInput
+from featcal_hf.features import InputFeatures
+from featcal_hf.grams import InputMoments
+from featcal_hf.moments import TaskInput
+from featcal_hf.narrow import NarrowModule
+from featcal_hf.norm_moments import NormMoments
 from featcal_hf.solve import EPSILON, InputSystem, Linear, NormSystem, anchor, relative_step, task_weight
 
 CPU = torch.device("cpu")

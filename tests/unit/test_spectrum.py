@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from featcal_hf.moments import InputFeatures, InputMoments
+from featcal_hf.features import InputFeatures
+from featcal_hf.frobenius import lower_frobenius
+from featcal_hf.grams import InputMoments
 from featcal_hf.ridge import TokenRidge, WidthRidge
-from featcal_hf.spectrum import lower_frobenius, spectrum
+from featcal_hf.spectrum import spectrum
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -53,7 +55,7 @@ def test_a_system_over_tokens_and_one_over_the_width_agree() -> None:
     for kept, ridge in zip(moments, (TokenRidge(), WidthRidge(48, torch.device("cpu"))), strict=True):
         kept.add(x, x, None)
         kept.average()
-        ridge.add_task(kept, 2.0)
+        ridge.add_task(kept, 2.0, 0.3)
         found.append(ridge.factor(0.05))
 
     assert None not in found
