@@ -21,7 +21,8 @@ from pydantic import BaseModel
 import featcal_hf
 from featcal_hf.cli import cli
 from featcal_hf.recipe_form import form_of, key_of
-from featcal_hf.recipe_section import DatasetSpec, EvalSpec, Sampling, Section, Settings, Task
+from featcal_hf.recipe_section import Section, Settings
+from featcal_hf.recipe_task import DatasetSpec, EvalSpec, Sampling, Task
 
 PAGES = Path(__file__).parent
 PLACE = re.compile(r"(?<=<!-- made: )(?P<name>[^>]+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from mergekit import merge_methods
 from mergekit.card import method_md
 
 from featcal_hf.card_facts import Folder, read_folder
+from featcal_hf.card_files import keep, read_card, write_bytes_as, write_text_as
 from featcal_hf.card_metadata import (
     License,
     build_metadata,
@@ -43,7 +43,6 @@ from featcal_hf.readme import (
 )
 from featcal_hf.recipe import CardSpec
 from featcal_hf.recorded import read_run
-from featcal_hf.writers import sync
 
 FIGURE = "featcal_drift.png"
 BESIDE = "featcal_card.md"
@@ -119,7 +118,7 @@ def write_card(
     if folder.drift():
         _draw(folder.path)
     if before and is_edited(before):
-        kept = _keep(path)
+        kept = keep(path)
         notes.append(
             f"{path} was edited outside its markers; as it was, it is {kept.name} beside it: what you want to keep "
             "goes between the markers"
@@ -296,55 +295,8 @@ def _template(path: str | Path | None) -> str:
         raise CardError(f"--template {path} can't be read ({error}); name a text file.") from error
 
 
-def read_card(path: Path) -> str | None:
-    """A card to the letter, or None where there is none.
-
-    Raises:
-        CardError: it isn't a text.
-    """
-    if not path.is_file():
-        return None
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            return file.read()
-    except (OSError, ValueError) as error:
-        raise CardError(
-            f"{path} can't be read ({error}); mend it or move it away, then `featcal-hf card` again."
-        ) from error
-
-
-def _keep(path: Path) -> Path:
-    """Keep a card as it is, under a name that nothing has yet."""
-    number = 1
-    while (kept := path.with_name(f"{path.name}.bak{number if number > 1 else ''}")).exists():
-        number += 1
-    _write(kept, path.read_bytes())
-    return kept
-
-
 def _draw(model_dir: Path) -> None:
     """Draw the drift of every block beside the card."""
     figure = drift_figure(read_run(model_dir))
     if figure is not None:
-        _write(model_dir / FIGURE, png(figure))
-
-
-def write_text_as(path: Path, text: str) -> None:
-    """Write a card in one step: a reader finds the old one or the new one.
-
-    Raises:
-        CardError: it can't be written.
-    """
-    _write(path, text.encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    new = path.with_name(f".{path.name}.new")
-    try:
-        new.write_bytes(content)
-        sync(new)
-        os.replace(new, path)
-    except OSError as error:
-        raise CardError(
-            f"{path} can't be written ({error}); the model is whole. Mend that and run `featcal-hf card {path.parent}`."
-        ) from error
+        write_bytes_as(model_dir / FIGURE, png(figure))

@@ -13,42 +13,24 @@ from typing import Any
 import torch
 from mergekit.common import ModelReference
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from featcal_hf import evaluate as measures
 from featcal_hf.card import renew_card
-from featcal_hf.checkpoint import open_checkpoint, resolve
-from featcal_hf.compare import config_for
 from featcal_hf.data import HeldOut, OpenedTask, held_out, open_other, open_task, used_digests
-from featcal_hf.errors import CardError, CheckpointError, DataError
+from featcal_hf.errors import CardError, DataError
 from featcal_hf.eval_report import EVALUATION, EvalReport, Line, harness_lines, write_report
 from featcal_hf.harness import check_harness, parse_results, read_results, run_harness
 from featcal_hf.mapping import check_mapping, locate_dataset, locate_model
 from featcal_hf.preparation import max_positions
 from featcal_hf.recipe import DatasetSpec, Recipe, Task, read_recipe
-from featcal_hf.save import REPORT, is_calibrated
-from featcal_hf.scoring import Reading, Score, Scorer, ZeroShotHead, load_zero_shot_head, reading_of, whole_model
-from featcal_hf.streamed import StreamedModel, model_class, read_config
+from featcal_hf.save import REPORT
+from featcal_hf.scoring import Reading, Score, Scorer, ZeroShotHead, load_zero_shot_head, reading_of
+from featcal_hf.streamed import StreamedModel
+from featcal_hf.whole_models import WholeModel, open_calibrated, open_expert, open_merged, whole_model
 
 ROWS = 256
 KEPT_BYTES = 2**31
 """Of the experts' outputs that are kept in memory to measure drift from, all tasks together."""
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """A model to be loaded as a whole."""
-
-    folder: Path
-    config: PretrainedConfig
-    revision: str | None = None
-    adapter: tuple[Path, str | None] | None = None
-
-    def record(self) -> dict[str, str | None]:
-        entry = {"folder": str(self.folder), "revision": self.revision}
-        if self.adapter is not None:
-            entry |= {"adapter": str(self.adapter[0]), "adapter_revision": self.adapter[1]}
-        return entry
 
 
 @dataclass
@@ -146,16 +128,16 @@ def evaluate(
     known = dict(mapping or {})
     check_mapping(known, read)
     on_stage("opening checkpoints")
-    calibrated, student = _open_calibrated(read, Path(model_dir), trust_remote_code)
-    models: dict[str, _Whole] = {}
+    calibrated, student = open_calibrated(read, Path(model_dir), trust_remote_code)
+    models: dict[str, WholeModel] = {}
     if merged is not None:
-        models["merged"] = _open_merged(Path(merged), student, trust_remote_code)
+        models["merged"] = open_merged(Path(merged), student, trust_remote_code)
     models["calibrated"] = calibrated
     reports = [
         read_results(argument, {label: model.folder for label, model in models.items()}) for argument in lm_eval_results
     ]
     teachers = {
-        reference: _open_expert(reference, student, known, cache_dir, trust_remote_code)
+        reference: open_expert(reference, student, known, cache_dir, trust_remote_code)
         for reference in (read.experts if experts else ())
     }
     record = json.loads((calibrated.folder / REPORT).read_text(encoding="utf-8"))
@@ -215,45 +197,6 @@ def _renew_card(folder: Path) -> tuple[Path | None, list[str]]:
     if card is None:
         return None, [f"there is no model card yet for the results; `featcal-hf card {folder}` writes it"]
     return card.path, card.notes
-
-
-def _open_calibrated(recipe: Recipe, folder: Path, trust_remote_code: bool) -> tuple[_Whole, StreamedModel]:
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; name the one that holds the calibrated model.")
-    checkpoint = open_checkpoint(folder)
-    config = read_config(folder, trust_remote_code)
-    if not is_calibrated(checkpoint):
-        found = "speaks of other weights" if (folder / REPORT).is_file() else "isn't there"
-        raise CheckpointError(
-            f"{folder} is not a calibrated model ({REPORT} {found}); run `featcal-hf calibrate {recipe.path} {folder}` "
-            "first (with --output to keep the merged model, which --merged then compares with)."
-        )
-    return _Whole(folder, config), StreamedModel(checkpoint, model_class(config, folder), config)
-
-
-def _open_merged(folder: Path, student: StreamedModel, trust_remote_code: bool) -> _Whole:
-    if not folder.is_dir():
-        raise CheckpointError(f"--merged {folder} is not a folder; name the one that mergekit wrote.")
-    if is_calibrated(open_checkpoint(folder)):
-        raise CheckpointError(
-            f"--merged {folder} holds calibrated weights; name the merged model as it was before, or leave "
-            "--merged out (calibrate with --output to keep both)."
-        )
-    return _Whole(folder, config_for(student.module, read_config(folder, trust_remote_code), folder))
-
-
-def _open_expert(
-    reference: ModelReference,
-    student: StreamedModel,
-    mapping: Mapping[str, str],
-    cache_dir: str | None,
-    trust_remote_code: bool,
-) -> _Whole:
-    located = locate_model(reference, mapping)
-    folder, revision = resolve(located, cache_dir)
-    config = config_for(student.module, read_config(folder, trust_remote_code), folder)
-    adapter = None if located.lora is None else resolve(ModelReference(model=located.lora), cache_dir)
-    return _Whole(folder, config, revision, adapter)
 
 
 def _choose(
@@ -338,8 +281,8 @@ def _head(
 
 def _measure(
     chosen: list[_Evaluated],
-    models: Mapping[str, _Whole],
-    experts: Mapping[ModelReference, _Whole],
+    models: Mapping[str, WholeModel],
+    experts: Mapping[ModelReference, WholeModel],
     student: StreamedModel,
     device: torch.device,
     on_stage: Callable[[str], None],
@@ -348,9 +291,8 @@ def _measure(
     cls, positions = type(student.module), max_positions(student.module)
     outputs: dict[str, list[Tensor]] = {}
 
-    def run(label: str, whole: _Whole, entries: list[_Evaluated]) -> None:
-        adapter = whole.adapter[0] if whole.adapter is not None else None
-        with whole_model(whole.folder, cls, whole.config, device, adapter) as model:
+    def run(label: str, whole: WholeModel, entries: list[_Evaluated]) -> None:
+        with whole_model(whole, cls, device) as model:
             for entry in entries:
                 scorer = Scorer(
                     model,

@@ -20,8 +20,9 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from featcal_hf.card import open_question, read_card, write_text_as
+from featcal_hf.card import open_question
 from featcal_hf.card_facts import read_folder
+from featcal_hf.card_files import read_card, write_text_as
 from featcal_hf.card_metadata import check_card
 from featcal_hf.errors import CardError, HubError
 from featcal_hf.hub_ids import id_problem

@@ -14,17 +14,8 @@ from pydantic import BaseModel, ValidationError
 from featcal_hf.errors import listed
 from featcal_hf.recipe_form import form_of, key_of
 from featcal_hf.recipe_merge import Merge, parse_reference, read_merge, read_reference
-from featcal_hf.recipe_section import (
-    CardSpec,
-    DatasetSpec,
-    EvalSpec,
-    Harness,
-    Sampling,
-    Section,
-    Settings,
-    Task,
-    needs_base,
-)
+from featcal_hf.recipe_section import CardSpec, Harness, Section, Settings, needs_base
+from featcal_hf.recipe_task import DatasetSpec, EvalSpec, Sampling, Task
 from featcal_hf.recipe_yaml import Document, Location, read_document, shown
 
 __all__ = [

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import (
     AutoTokenizer,
     CLIPModel,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -88,55 +84,6 @@ def reading_of(cls: type[PreTrainedModel], config: PretrainedConfig, task: Task)
             return Reading(measures.ZERO_SHOT)
         return Reading(None, why=f"{name} is no image tower of a CLIP, which eval.text_model could classify for")
     return Reading(None, why=f"{name} neither predicts the next token nor has a classifier head")
-
-
-@contextmanager
-def whole_model(
-    folder: Path,
-    cls: type[PreTrainedModel],
-    config: PretrainedConfig,
-    device: torch.device,
-    adapter: Path | None = None,
-) -> Iterator[nn.Module]:
-    """A whole model on the device, in its checkpoint's dtype, with a PEFT adapter's layers in it if one is given.
-
-    Raises:
-        CheckpointError: it can't be loaded, or lacks tensors, which would then be random.
-    """
-    bar = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        loaded: Any = cls.from_pretrained(folder, config=config, dtype="auto", output_loading_info=True)
-        model, info = loaded
-        saved: list[str] = []
-        if model.can_generate():
-            model.generation_config = greedy(model.generation_config)
-        if adapter is not None:
-            model = PeftModel.from_pretrained(model, str(adapter))
-            saved = list(getattr(model.active_peft_config, "modules_to_save", None) or [])
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"{folder} can't be loaded as {cls.__name__}: {error}") from error
-    finally:
-        if bar:
-            transformers_logging.enable_progress_bar()
-    missing = [name for name in info["missing_keys"] if not any(part in saved for part in name.split("."))]
-    if missing:
-        raise CheckpointError(
-            f"{folder} lacks {len(missing)} tensors of {cls.__name__} ({listed(sorted(missing))}), which would be "
-            "random; name a whole model, or evaluate without it (leave out --experts where it is an expert)."
-        )
-    try:
-        yield cast(nn.Module, model).to(device).eval()
-    finally:
-        model.to("meta")  # frees the weights, whoever still holds the model
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def greedy(config: GenerationConfig) -> GenerationConfig:
-    """Plain greedy generation with a model's own special tokens; what else its folder says can get lost in a merge."""
-    kept = ("bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id")
-    return GenerationConfig(do_sample=False, num_beams=1, **{name: getattr(config, name, None) for name in kept})
 
 
 def load_zero_shot_head(

@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from featcal_hf import Settings, calibrate_model
 from featcal_hf.drift import DriftMeter, read_tokens
-from featcal_hf.recipe_section import Sampling
+from featcal_hf.recipe_task import Sampling
 
 EXPERT = torch.tensor([[[3.0, 4.0], [1.0, 0.0]], [[0.0, 2.0], [5.0, 5.0]]])
 STUDENT = torch.tensor([[[3.0, 4.0], [0.0, 1.0]], [[0.0, 1.0], [7.0, 7.0]]])
