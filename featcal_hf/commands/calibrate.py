@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-import torch
 
 from featcal_hf.commands.options import (
     COMPUTING,
@@ -58,7 +57,6 @@ def calibrate_command(
     push_to_hub: str | None,
     device: str | None,
     cuda: bool,
-    num_threads: int | None,
     activation_memory: int | None,
     restart: bool,
 ) -> None:
@@ -67,8 +65,6 @@ def calibrate_command(
     quiet_here = quiet or not ranks.is_first
     console = open_console(verbosity)
     leave_warnings_to_the_plan(quiet_here)
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
     place = ranks.place(usable_device(device, cuda))
 
     def show(prepared: Prepared) -> None:
@@ -121,14 +117,11 @@ def check_command(
     quiet: bool,
     device: str | None,
     cuda: bool,
-    num_threads: int | None,
     activation_memory: int | None,
 ) -> None:
     """Find every error that can be found without running, and show what a run would do and take."""
     console = open_console(verbosity)
     leave_warnings_to_the_plan(quiet)
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
     prepared = prepare(
         recipe,
         model_dir,

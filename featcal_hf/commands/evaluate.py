@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-import torch
 
 from featcal_hf.commands.options import (
     COMPUTING,
@@ -75,12 +74,9 @@ def eval_command(
     quiet: bool,
     device: str | None,
     cuda: bool,
-    num_threads: int | None,
 ) -> None:
     """Did it help? Measure the calibrated model in MODEL_DIR on rows of RECIPE's tasks that calibration didn't use."""
     console = open_console(verbosity)
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
     report = evaluate(
         recipe,
         model_dir,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-import torch
 
 from featcal_hf.commands.options import (
     COMPUTING,
@@ -54,15 +53,12 @@ def merge_command(
     quiet: bool,
     device: str | None,
     cuda: bool,
-    num_threads: int | None,
 ) -> None:
     """Merge the models of RECIPE into the new folder OUT, with mergekit's methods.
 
     For architectures that mergekit-yaml can't merge, or of which it writes a part: CLIP, ViT, DINOv2, BERT, Whisper.
     """
     console = open_console(verbosity)
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
     with step_progress(console, quiet) as on_step:
         report = merge(
             recipe,

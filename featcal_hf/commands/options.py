@@ -36,6 +36,11 @@ class Size(click.ParamType[int]):
         return int(float(number) * (1024 if binary else 1000) ** power)
 
 
+def _use_threads(ctx: click.Context, param: click.Parameter, threads: int | None) -> None:
+    if threads is not None and not ctx.resilient_parsing:
+        torch.set_num_threads(threads)
+
+
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
 READING: list[Decorator] = [
     click.option(
@@ -59,7 +64,14 @@ TALKING: list[Decorator] = [
 COMPUTING: list[Decorator] = [
     click.option("--device", default=None, help="Compute on this device: cpu, cuda, cuda:1, mps, xpu, auto."),
     click.option("--cuda/--no-cuda", default=False, help="Compute on the GPU; same as --device cuda."),
-    click.option("--num-threads", "-j", type=int, help="Number of threads to use for parallel CPU operations."),
+    click.option(
+        "--num-threads",
+        "-j",
+        type=click.IntRange(min=1),
+        expose_value=False,
+        callback=_use_threads,
+        help="Number of threads to use for parallel CPU operations.",
+    ),
 ]
 PARKING: list[Decorator] = [
     click.option(

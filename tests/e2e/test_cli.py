@@ -207,6 +207,18 @@ def test_a_folder_in_the_recipes_place_is_an_error_that_says_which_comes_first(
     assert f"{merge.merged} is a folder, expected a recipe: the mergekit YAML comes first" in outcome.errors
 
 
+def test_a_number_of_threads_is_used_and_one_that_can_t_be_is_refused(merge: Merge, featcal: Featcal) -> None:
+    before = torch.get_num_threads()
+    try:
+        assert featcal("check", merge.recipe, merge.merged, "-j", before + 1).code == 0
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+    outcome = featcal("check", merge.recipe, merge.merged, "--num-threads", 0)
+    assert outcome.code == 2
+    assert "0 is not in the range x>=1" in outcome.errors
+
+
 def test_check_leaves_the_unfinished_files_of_a_running_calibration_alone(merge: Merge, featcal: Featcal) -> None:
     (merge.merged / ".featcal").mkdir()
     (merge.merged / ".featcal" / "model.safetensors").write_bytes(b"half of it")
