@@ -34,7 +34,14 @@ def made(sharded: Merge, tmp_path_factory: pytest.TempPathFactory) -> Merge:
     (merge.merged / "featcal_report").mkdir()
     (merge.merged / "featcal_report" / "report.html").write_text(f"<p>read from '{merge.root}/a'</p>")
     (merge.merged / "featcal_report" / "drift.png").write_bytes(b"\x89PNG\xff")
-    for name in (".featcal.lock", ".cache/huggingface/x", ".featcal/block-0", "optimizer.pt", "checkpoint-1/model.bin"):
+    for name in (
+        ".featcal.lock",
+        ".cache/huggingface/x",
+        ".featcal/block-0",
+        "optimizer.pt",
+        "README.md.bak",
+        "checkpoint-1/model.bin",
+    ):
         (merge.merged / name).parent.mkdir(parents=True, exist_ok=True)
         (merge.merged / name).write_bytes(b"not to be shared")
     tokenizer = json.loads((merge.merged / "tokenizer_config.json").read_text())
@@ -65,7 +72,7 @@ def test_what_arrives_is_the_folder_without_what_is_nobody_s_business(
     outcome = featcal("push", calibrated.merged, "sums")
     assert outcome.code == 0, outcome
     assert outcome.output.endswith(f"Pushed {hub.address}/me/sums")
-    assert "stayed here: .cache, .featcal, .featcal.lock, checkpoint-1, optimizer.pt" in outcome.output
+    assert "stayed here: .cache, .featcal, .featcal.lock, README.md.bak, checkpoint-1, optimizer.pt" in outcome.output
     there = hub.files("me/sums")
     weights = {path.name for path in calibrated.merged.glob("model*")}
     beside = {"README.md", "config.json", "featcal.json", "featcal_eval.json", "mergekit_config.yml"}
