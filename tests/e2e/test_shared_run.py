@@ -235,7 +235,7 @@ def test_a_launcher_starts_the_ranks_and_ends_them_when_one_dies(launcher: str, 
     script = merge.root / "dying.py"
     script.write_text(DYING)
     if launcher == "torchrun":
-        start = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     else:
         start = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     command = [sys.executable, *start, str(script), "calibrate", str(merge.recipe), str(merge.merged)]
