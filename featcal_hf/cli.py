@@ -55,11 +55,18 @@ class DefaultToCalibrate(click.Group):
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, prog_name="featcal-hf")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Repair a merged model: calibrate its features towards its experts', block by block, in closed form.
 
     Run `mergekit-yaml recipe.yml ./merged` first, then `featcal-hf recipe.yml ./merged`.
     """
+    ranks = context.find_object(Ranks) or ALONE
+    if ranks.size > 1 and context.invoked_subcommand != calibrate_command.name:
+        raise RanksError(
+            f"{context.invoked_subcommand} runs in one process, and {ranks.size} were started; start it without a "
+            "launcher. Only calibrate is shared."
+        )
 
 
 def main() -> None:
@@ -76,13 +83,15 @@ def main() -> None:
 
 def _run(ranks: Ranks) -> None:
     try:
-        cli.main(standalone_mode=False, obj=ranks)
+        with ranks.telling():
+            cli.main(standalone_mode=False, obj=ranks)
     except RecipeError as error:
         _fail(str(error), BAD_RECIPE, ranks)
     except FeatCalError as error:
         _fail(str(error), FAILED, ranks)
     except click.ClickException as error:
-        error.show()
+        if not ranks.leaves_it_to_the_first:
+            error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt) as error:
         where = str(error.__cause__ or error) or "the model's folder holds a whole model, or none; run it again."

@@ -108,15 +108,19 @@ class Ranks:
     @contextmanager
     def together(self) -> Iterator[None]:
         """What is done inside ends on all ranks, or with one's error on all; nobody leaves before the others."""
-        if self._link is None:
+        with self.telling():
             yield
-            return
+        self.exchange(None)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """An error inside ends the others too, wherever they next exchange something."""
         try:
             yield
         except BaseException as error:
-            self._link.tell(error)
+            if self._link is not None:
+                self._link.tell(error)
             raise
-        self._link.exchange(None)
 
     @property
     def leaves_it_to_the_first(self) -> bool:

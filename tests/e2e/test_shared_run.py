@@ -209,6 +209,13 @@ def test_the_first_rank_alone_speaks(
     assert run_ranks(2, command, tmp_path) == [1, 1]
     printed = capfd.readouterr()
     assert " ".join(printed.err.split()).count("has been calibrated already") == 1
+    for arguments, code, words in (
+        (["check", str(merge.recipe), str(merge.merged)], 1, "error: check runs in one process, and 2 were started"),
+        ([str(merge.recipe), str(merge.merged), "--device", "sofa"], 2, "sofa can't be used here"),
+    ):
+        monkeypatch.setattr("sys.argv", ["featcal-hf", *arguments])
+        assert run_ranks(2, command, tmp_path) == [code, code]
+        assert " ".join(capfd.readouterr().err.split()).count(words) == 1
 
 
 DYING = """
