@@ -20,6 +20,7 @@ from featcal_hf.ranks import Ranks
 from featcal_hf.rows import NO_OUTPUTS, Gathered, Rows
 
 GATHERED_ROWS = 1024
+FEW_WEIGHTS = 2
 
 
 class InputMoments:
@@ -54,8 +55,8 @@ class InputMoments:
             for name, module in narrow.items()
             if isinstance(module, NarrowModule)
         }
-        self._can_round = multiplies_bfloat16(device) and not any(
-            module.needs_outputs for module in narrow.values() if isinstance(module, NarrowModule)
+        self._can_round = multiplies_bfloat16(device) and all(
+            isinstance(module, NarrowModule) and not module.needs_outputs for module in narrow.values()
         )
         self._rows = max(1, min(tokens, GATHERED_ROWS))
         self._gathered: Gathered | None = None
@@ -154,32 +155,46 @@ class InputMoments:
             self._sum_up(self._gathered.give())
 
     def _sum_up(self, batch: Rows) -> None:
-        x, moved = batch.student.float(), not torch.equal(batch.student, batch.expert)
+        if not (self._can_round and batch.is_bfloat16):
+            self._sum_up_exactly(batch)
+        elif batch.weights is None:
+            self._sum_up_rounded(batch, 1.0)
+        elif len(values := batch.weights.unique()) <= FEW_WEIGHTS:  # so that no bfloat16 number is multiplied by one
+            for value in values:
+                self._sum_up_rounded(batch.of_weight(value), float(value))
+        else:
+            self._sum_up_exactly(batch)
+
+    def _sum_up_exactly(self, batch: Rows) -> None:
+        x, moved = batch.student.float(), batch.moved()
         weights = x.new_ones(len(x)) if batch.weights is None else batch.weights
         weighted = x if batch.weights is None else x * weights[:, None]
         self.mean.addmv_(x.T, weights)
+        add_lower_triangle(self.gram, weighted, x)
+        for answer in self._answers.values():
+            add_product(answer.total, answer.exact(batch, moved), weighted)
+        if not moved:
+            return
+        batch.add_drift(self.shift, weights)
+        if self.cross is not None:
+            add_product(self.cross, batch.delta(), weighted)
+        for name, weight in self._narrow.items():
+            add_product(self.narrow_cross[name], batch.delta() @ weight.T, weighted)
+
+    def _sum_up_rounded(self, batch: Rows, weight: float) -> None:
+        """The Gram of bfloat16 features is exact; drift and answers are rounded, see `NarrowModule`."""
+        x, moved = batch.student.float(), batch.moved()
+        weights = x.new_full((len(x),), weight)
+        self.mean.addmv_(x.T, weights)
+        answers = {answer: answer.rounded(batch, moved) for answer in self._answers.values()}
+        with float32_products(rounded=True):
+            add_lower_triangle(self.gram, x, x, weight)
+            for answer, outputs in answers.items():
+                add_product(answer.total, outputs, x, weight)
+            if moved and self.cross is not None:
+                add_product(self.cross, (batch.expert - batch.student).float(), x, weight)
         if moved:
             batch.add_drift(self.shift, weights)
-        if self._can_round and batch.weights is None and batch.is_bfloat16:
-            answers = {name: answer.rounded(batch, moved) for name, answer in self._answers.items()}
-            with float32_products(rounded=True):
-                self._add_products(x, weighted, answers)
-                if moved and self.cross is not None:
-                    # The drift is rounded to bfloat16: by less than the features that it is the difference of.
-                    add_product(self.cross, (batch.expert - batch.student).float(), weighted)
-        else:
-            answers = {name: answer.exact(batch, moved) for name, answer in self._answers.items()}
-            self._add_products(x, weighted, answers)
-            if moved and self.cross is not None:
-                add_product(self.cross, batch.delta(), weighted)
-        if moved:
-            for name, weight in self._narrow.items():
-                add_product(self.narrow_cross[name], batch.delta() @ weight.T, weighted)
-
-    def _add_products(self, student: Tensor, weighted: Tensor, answers: Mapping[str, Tensor]) -> None:
-        add_lower_triangle(self.gram, weighted, student)
-        for name, outputs in answers.items():
-            add_product(self._answers[name].total, outputs, weighted)
 
     def _totals(self) -> list[Tensor]:
         crosses = [*self.narrow_cross.values()] if self.cross is None else [self.cross]

@@ -19,9 +19,9 @@ TRIANGLE_ROWS = 256
 SQUARE = 256
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add leftᵀ right to `total`; `left` and `right` are (tokens, rows) and (tokens, columns)."""
-    total.addmm_(left.T, right)
+def add_product(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
+    """Add factor · leftᵀ right to `total`; `left` and `right` are (tokens, rows) and (tokens, columns)."""
+    total.addmm_(left.T, right, alpha=factor)
 
 
 def add_lower_triangle(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:

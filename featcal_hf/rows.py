@@ -35,6 +35,18 @@ class Rows:
         """Whether both models' features are bfloat16."""
         return self.student.dtype == self.expert.dtype == torch.bfloat16
 
+    def moved(self) -> bool:
+        """Whether the expert's features differ from the student's."""
+        return not torch.equal(self.student, self.expert)
+
+    def of_weight(self, value: Tensor) -> Rows:
+        """The tokens of one weight."""
+        if self.weights is None:
+            return self
+        chosen = (self.weights == value).nonzero().squeeze(1)
+        outputs = {name: outputs.index_select(0, chosen) for name, outputs in self.outputs.items()}
+        return Rows(self.student.index_select(0, chosen), self.expert.index_select(0, chosen), None, outputs)
+
     def delta(self) -> Tensor:
         """δ in float32."""
         return self.expert.float() - self.student

@@ -22,6 +22,7 @@ from featcal_hf.spectrum import Spectrum
 EPSILON = 1e-8
 ADAPTIVE_NORM_RIDGE = 0.01
 WORK_ROWS = 1024
+CACHED_ROWS = 64
 
 
 def anchor(merged: Tensor, base: Tensor | None, rho: float) -> Tensor:
@@ -120,8 +121,9 @@ class InputSystem:
         if name not in self._bias_residuals:
             self._bias_residuals[name] = torch.zeros(height, device=self.device)
         for rows in _row_chunks(merged.weight):
-            target = expert.weight[rows].to(self.device).float()
+            target = expert.weight[rows].to(self.device)
             gap = gap_rows(target, merged, base, rows, self.rho)
+            target = target.float()
             self._ridge.add_answer(name, height, rows, gap, target, self.alpha)
             bias_answer = gap @ moments.mean + self.alpha * (target @ moments.shift)
             self._bias_residuals[name][rows].add_(bias_answer, alpha=omega)
@@ -225,12 +227,20 @@ def _anchor_rows(merged: Linear, base: Linear | None, rows: slice, rho: float) -
 
 
 def gap_rows(target: Tensor, merged: Linear, base: Linear | None, rows: slice, rho: float) -> Tensor:
-    """W_i - A = (W_i - W^merge) - (ρ-1) (W^merge - W^base) for some rows, in float32; exactly 0 where all agree."""
-    start = merged.weight[rows].to(target.device)
-    gap = target - start
-    if base is None or rho == 1.0:
-        return gap
-    return gap.sub_(start.float() - base.weight[rows].to(target.device), alpha=rho - 1.0)
+    """W_i - A = (W_i - W^merge) - (ρ-1) (W^merge - W^base) for some rows, in float32; exactly 0 where all agree.
+
+    A few rows at a time, which the processor's cache holds with what is in between.
+    """
+    gap = torch.empty(target.shape, dtype=torch.float32, device=target.device)
+    starts = merged.weight[rows].to(target.device)
+    bases = None if base is None or rho == 1.0 else base.weight[rows].to(target.device)
+    for first in range(0, len(gap), CACHED_ROWS):
+        some = slice(first, first + CACHED_ROWS)
+        start = starts[some].float()
+        torch.sub(target[some].float(), start, out=gap[some])
+        if bases is not None:
+            gap[some].sub_(start.sub(bases[some]), alpha=rho - 1.0)
+    return gap
 
 
 def _row_chunks(weight: Tensor) -> list[slice]:

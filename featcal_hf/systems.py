@@ -425,7 +425,7 @@ class BlockSystems:
         return NarrowModule(
             weight,
             bias_of(expert.get_submodule(name)),
-            lambda: gap_rows(weight.float(), merged, base, everything, self._rho),
+            lambda: gap_rows(weight, merged, base, everything, self._rho),
             self.settings.alpha,
         )
 

@@ -122,15 +122,19 @@ def test_moments_of_many_tokens_are_exact_in_either_precision(
 
 
 @pytest.mark.parametrize("moved", [True, False], ids=["the expert reads something else", "both read the same"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["all tokens alike", "token weights"])
+@pytest.mark.parametrize("weighted", ["all alike", "first tokens", "any"])
 def test_the_answers_of_a_narrow_bfloat16_module_are_rounded_once_and_only_on_units_for_it(
-    weighted: bool, moved: bool
+    weighted: str, moved: bool
 ) -> None:
     tokens = GATHERED_ROWS + 300
     student, weight = features(tokens, 48, 0, torch.bfloat16), features(8, 48, 2, torch.bfloat16)
     expert = student + 0.1 * features(tokens, 48, 1, torch.bfloat16) if moved else student.clone()
     gap = 0.1 * features(8, 48, 3)
-    counts = torch.rand(tokens, generator=torch.Generator().manual_seed(4)) if weighted else None
+    counts = {
+        "all alike": None,
+        "first tokens": torch.where(torch.arange(tokens) % 5 == 0, 1.0, 0.01),
+        "any": torch.rand(tokens, generator=torch.Generator().manual_seed(4)),
+    }[weighted]
     module = NarrowModule(weight, None, gap.clone, 0.3)
     assert not module.needs_outputs
     moments = InputMoments(48, tokens, {"module": module}, CPU)
@@ -141,7 +145,11 @@ def test_the_answers_of_a_narrow_bfloat16_module_are_rounded_once_and_only_on_un
     x, w = student.double(), (torch.ones(tokens) if counts is None else counts).double()
     outputs = x @ gap.double().T + 0.3 * (expert.double() - x) @ weight.double().T
     exact = (w[:, None] * outputs).T @ x / w.sum()
-    assert relative_error(answer, exact) < (1e-6 if weighted or not multiplies_bfloat16(CPU) else 2**-9)
+    gram = torch.zeros(48, 48)
+    moments.add_gram(gram, 1.0)
+    assert relative_error(gram.tril(), ((w[:, None] * x).T @ x / w.sum()).tril()) < 1e-6
+    # Gap, drift, their products and the sum are rounded, each by 2^-9 of its numbers at most and independently.
+    assert relative_error(answer, exact) < (1e-6 if weighted == "any" or not multiplies_bfloat16(CPU) else 2**-8)
 
 
 def test_float32_moments_are_never_rounded_whatever_the_expert_is() -> None:
