@@ -8,8 +8,8 @@
 Texts, fine-tuning, merge and losses are those of `featcal-hf demo --llm`; a seed decides the splits, the order of the
 training rows and the rows that calibration reads. Full experts are merged with mergekit-yaml, adapters with
 `featcal-hf merge`. The merge weight of each kind is the best of WEIGHTS for the merged model on the first seed's
-validation rows; 0.4 is there to be compared with. What is reported is measured on held-out rows, in bfloat16 like the
-models. Finished experts and cells are kept in the work folder: run it again to go on.
+validation rows. What is reported is measured on held-out rows, in bfloat16 like the models. Finished experts and cells
+are kept in the work folder: run it again to go on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ SECTIONS: dict[str, dict[str, float]] = {"adaptive": {}, "paper": {"lambda": 1e-
 """Name -> keys of the featcal section: the defaults, and the paper's for Llama-3.2-3B."""
 
 WEIGHTS = (0.3, 0.4, 0.5, 0.7, 1.0)
-FIXED = 0.4
 KINDS = ("full", "lora")
 ALPHAS, RHOS, SWEEP_SAMPLES = (0.3, 0.0, 0.5, 0.8), (2.0, 1.0, 0.5), 16
 
@@ -54,18 +53,17 @@ Losses = dict[str, float]
 
 @dataclass(frozen=True)
 class Cell:
-    """One calibration: the world it is in, the merge's weight, rows per task, settings, and the dtype of all models."""
+    """One calibration: the world it is in, the merge's weight, rows per task, settings."""
 
     kind: str
     seed: int
     weight: float
     samples: int
     section: str
-    dtype: str = "bfloat16"
 
     @property
     def name(self) -> str:
-        return f"{self.kind}/seed {self.seed}/at {self.weight}/{self.dtype}/{self.samples}/{self.section}"
+        return f"{self.kind}/seed {self.seed}/at {self.weight}/{self.samples}/{self.section}"
 
 
 def main() -> None:
@@ -101,10 +99,6 @@ def planned(worlds: dict[tuple[str, int], World], kinds: Sequence[str], seeds: S
                     yield Cell(kind, seed, chosen, samples, section)
     if "full" in kinds and 0 in seeds:
         chosen = worlds["full", 0].chosen_weight
-        for samples in (16, 64):
-            for section in SECTIONS:
-                yield Cell("full", 0, FIXED, samples, section)
-        yield Cell("full", 0, FIXED, 16, "adaptive", "float32")
         yield from (Cell("full", 0, chosen, 256, section) for section in SECTIONS)
 
 
@@ -180,35 +174,24 @@ class World:
         prefix = f"{self.folder / 'base'}+" if self.kind == "lora" else ""
         return {name: prefix + str(folder) for name, folder in self.experts.items()}
 
-    def merged(self, weight: float, dtype: str) -> Path:
+    def merged(self, weight: float) -> Path:
         """The experts merged at a weight."""
-        folder = self.folder / f"merged-{weight}-{dtype}"
+        folder = self.folder / f"merged-{weight}"
         if not (folder / "config.json").is_file():
             shutil.rmtree(folder, ignore_errors=True)
-            recipe = self.recipe(weight, dtype, 1, {})
+            recipe = self.recipe(weight, 1, {})
             if self.kind == "lora":
                 featcal_hf.merge(recipe, folder)
             else:
                 merge(recipe, folder)
         return folder
 
-    def recipe(self, weight: float, dtype: str, samples: int, section: dict[str, float]) -> Path:
-        """Write the recipe; for a dtype other than the experts' own, copies of all models in it."""
-        settings = replace(self.settings, merge_weight=weight, calibration_rows=samples, dtype=dtype)
-        place, models = self.folder, self.models()
-        if dtype != self.settings.dtype:
-            place = self.folder / dtype
-            models = {name: str(place / name) for name in models}
-            if not place.is_dir():
-                tokenizer = AutoTokenizer.from_pretrained(self.folder / "base")
-                place.mkdir()
-                write_rows(place, self.domains)
-                for name in ("base", *models):
-                    save(load(self.folder / name), tokenizer, place / name, dtype)
+    def recipe(self, weight: float, samples: int, section: dict[str, float]) -> Path:
+        """Write the recipe."""
+        settings = replace(self.settings, merge_weight=weight, calibration_rows=samples)
         path = self.folder / "recipe.yml"
-        path.write_text(
-            recipe_text(place, models, settings, {"holdout": 0, "batch_size": 16, "seed": self.seed, **section})
-        )
+        more = {"holdout": 0, "batch_size": 16, "seed": self.seed, **section}
+        path.write_text(recipe_text(self.folder, self.models(), settings, more))
         return path
 
     @property
@@ -218,9 +201,7 @@ class World:
         for weight in WEIGHTS:
             losses = self.cells.get(
                 f"{self.kind}/seed {self.seed}/at {weight}/validation",
-                lambda weight=weight: losses_of(
-                    load(self.merged(weight, self.settings.dtype)), self.validation(), self.settings.dtype
-                ),
+                lambda weight=weight: losses_of(load(self.merged(weight)), self.validation(), self.settings.dtype),
             )
             found[weight] = statistics.mean(losses.values())
         return min(found, key=lambda weight: found[weight])
@@ -231,8 +212,8 @@ class World:
         rows = self.rows("heldout")
         self.cells.get(f"{place}/base", lambda: losses_of(load(self.folder / "base"), rows, dtype))
         self.cells.get(f"{place}/expert", lambda: self.expert_losses(rows))
-        merged = f"{place}/at {cell.weight}/{cell.dtype}/merged"
-        self.cells.get(merged, lambda: losses_of(load(self.merged(cell.weight, cell.dtype)), rows, dtype))
+        merged = f"{place}/at {cell.weight}/merged"
+        self.cells.get(merged, lambda: losses_of(load(self.merged(cell.weight)), rows, dtype))
         self.calibrated(cell.name, cell, SECTIONS[cell.section], rows)
 
     def expert_losses(self, rows: dict[str, Tensor]) -> Losses:
@@ -251,8 +232,8 @@ class World:
         def compute() -> Losses:
             output = self.folder / "calibrated"
             shutil.rmtree(output, ignore_errors=True)
-            merged = self.merged(cell.weight, cell.dtype)
-            recipe = self.recipe(cell.weight, cell.dtype, cell.samples, section)
+            merged = self.merged(cell.weight)
+            recipe = self.recipe(cell.weight, cell.samples, section)
             started = time.perf_counter()
             featcal_hf.calibrate(recipe, merged, output)
             seconds = time.perf_counter() - started
@@ -274,20 +255,20 @@ def print_tables(cells: dict[str, Any]) -> None:
     print_weights(cells)
     print("\n| experts | weight | rows per task | setting | seeds | mean loss | gap recovered | perplexity | seconds |")
     print("|---" * 9 + "|")
-    names = [name.split("/") for name in cells if name.count("/") == 5]
-    for kind in ("full", "lora"):
+    names = [name.split("/") for name in cells if name.count("/") == 4]
+    for kind in KINDS:
         own = [name for name in names if name[0] == kind]
         if own:
             print_row(cells, kind, "", "", "base", {seed: f"{kind}/{seed}/base" for seed in seeds_of(own)})
             print_row(cells, kind, "", "", "expert", {seed: f"{kind}/{seed}/expert" for seed in seeds_of(own)})
-        for at, dtype in sorted({(name[2], name[3]) for name in own}):
-            here = [name for name in own if (name[2], name[3]) == (at, dtype)]
-            label = at.removeprefix("at ") + (f", {dtype}" if dtype != SETTINGS.dtype else "")
-            merged = {seed: f"{kind}/{seed}/{at}/{dtype}/merged" for seed in seeds_of(here)}
-            print_row(cells, kind, label, "", "merged", merged)
-            for samples, section in sorted({(int(name[4]), name[5]) for name in here}):
-                found = {name[1]: "/".join(name) for name in here if (int(name[4]), name[5]) == (samples, section)}
-                print_row(cells, kind, label, str(samples), section, found, merged)
+        for at in sorted({name[2] for name in own}):
+            here = [name for name in own if name[2] == at]
+            weight = at.removeprefix("at ")
+            merged = {seed: f"{kind}/{seed}/{at}/merged" for seed in seeds_of(here)}
+            print_row(cells, kind, weight, "", "merged", merged)
+            for samples, section in sorted({(int(name[3]), name[4]) for name in here}):
+                found = {name[1]: "/".join(name) for name in here if (int(name[3]), name[4]) == (samples, section)}
+                print_row(cells, kind, weight, str(samples), section, found, merged)
     print_sweep(cells)
 
 
