@@ -81,7 +81,7 @@ def main() -> None:
         batch=16,
         test=500,
         validation=200,
-        weights=(0.3, 0.4, 0.5, 0.6),
+        weights=(0.4, 0.5, 0.6, 0.7, 0.8),
     )
     run(benchmark, arguments)
 

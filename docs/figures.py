@@ -11,8 +11,10 @@ is drawn.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -26,6 +28,16 @@ FOLDER = Path(__file__).parent / "figures"
 INK, FAINT, GRID = LIGHT.ink, LIGHT.faint, LIGHT.grid
 EXPERT, MERGED, CALIBRATED = LIGHT.expert, LIGHT.merged, LIGHT.calibrated
 Lines = list[dict[str, Any]]
+
+RESULTS = {
+    "SmolLM2-135M": ("smollm2-full-*.json", "mean loss"),
+    "DINOv2-small, 6 blocks": ("dinov2-6-blocks-*.json", "mean accuracy"),
+    "MiniLM": ("minilm.json", "mean accuracy"),
+}
+"""Model -> its files in results/, and what they measure."""
+CELL = re.compile(
+    r"(?P<seed>(full/)?seed \d+/)((?P<kind>adaptive|paper)/(?P<rows>\d+)/test|at [^/]+/(?P<count>\d+)/(?P<setting>\w+))"
+)
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
@@ -231,6 +243,48 @@ def samples_figure(lines: Lines) -> Figure:
     return figure
 
 
+def results_figure() -> Figure:
+    """Recovered gap against the rows per task: real models, by the adaptive ridge and by the paper's settings."""
+    figure, axes = panels(WIDE, len(RESULTS), 2.9, columns=len(RESULTS))
+    for axis, (model, (pattern, unit)) in zip(axes, RESULTS.items(), strict=True):
+        cells: dict[str, dict[str, float]] = {}
+        for path in sorted(FOLDER.parent.glob(f"results/{pattern}")):
+            cells |= json.loads(path.read_text(encoding="utf-8"))["cells"]
+        for setting, color, label in (("paper", MERGED, "the paper's settings"), ("adaptive", CALIBRATED, "defaults")):
+            points = shares(cells, setting)
+            seeds = list(points.values())
+            lowest, highest = [min(found) for found in seeds], [max(found) for found in seeds]
+            axis.fill_between(list(points), lowest, highest, color=color, alpha=0.15, linewidth=0)
+            middle = [fmean(found) for found in seeds]
+            axis.plot(list(points), middle, color=color, linewidth=1.8, marker="o", markersize=3.5, label=label)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([8, 64, 256], labels=["8", "64", "256"])
+        title(axis, WIDE, model, f"three seeds, {unit}")
+        finish(axis, "rows per task")
+    axes[0].set_ylabel("gap recovered", fontsize=9, color=INK)
+    return figure
+
+
+def shares(cells: dict[str, dict[str, float]], setting: str) -> dict[int, list[float]]:
+    """Rows per task -> each seed's share of the gap that a setting recovers."""
+    found: dict[int, list[float]] = {}
+    for name in cells:
+        match = CELL.fullmatch(name)
+        if match is None or setting not in (match["setting"], match["kind"]):
+            continue
+        references = [other for other in cells if other.startswith(match["seed"])]
+        (merged,) = (other for other in references if other.endswith(("merged", "merged/test")))
+        (expert,) = (other for other in references if other.endswith(("expert", "expert/test")))
+        worst, value, best = (fmean(task_values(cells[place])) for place in (merged, name, expert))
+        found.setdefault(int(match["rows"] or match["count"]), []).append((value - worst) / (best - worst))
+    return dict(sorted(found.items()))
+
+
+def task_values(cell: dict[str, float]) -> list[float]:
+    """Losses or accuracies of a cell of results/*.json, which may hold seconds too."""
+    return [value for name, value in cell.items() if name != "seconds"]
+
+
 def drawn() -> dict[str, Figure]:
     """Every figure by its name."""
     lines = [json.loads(line) for line in (FOLDER / "settings.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -242,6 +296,7 @@ def drawn() -> dict[str, Figure]:
         "lambda": lambda_figure(lines),
         "blends": blend_figure(lines),
         "samples": samples_figure(lines),
+        "results": results_figure(),
     }
 
 

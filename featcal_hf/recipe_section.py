@@ -37,7 +37,7 @@ class Settings(BaseModel):
         serialization_alias="lambda",
         gt=0,
         description="ridge λ: the pull towards the anchor, relative to unit-norm Grams. The adaptive ridge takes "
-        "tasks · √(inputs / tokens per task) for each linear module, and 0.01 for norms; it needs no search",
+        "tasks · max(1, √(inputs / tokens per task)) for each linear module, and 0.01 for norms; it needs no search",
     )
     rho: Annotated[Float | None, Form("a number of at least 0", "2 with a base and 1 without")] = Field(
         default=None,

@@ -60,9 +60,9 @@ class InputSystem:
 
     Args:
         width: d_in.
-        lambda_: λ; None for the adaptive ridge √(d_in / n) · tr(Σ ω_i G_i) / d_in, n = weighted tokens per task: the
-            mean eigenvalue times the relative spread that n tokens leave in an estimate of equal ones
-            (Marchenko-Pastur), so that it grows with the number of tasks and shrinks with the tokens seen.
+        lambda_: λ; None for the adaptive ridge max(1, √(d_in / n)) · tr(Σ ω_i G_i) / d_in, n = weighted tokens per
+            task: the mean eigenvalue, times the relative spread that n tokens leave in an estimate of equal ones
+            (Marchenko-Pastur) where there are fewer tokens than inputs.
         rho: ρ, the anchor blend.
         alpha: α, the target blend.
         scale: 'frobenius' or 'trace', see `task_weight`.
@@ -95,7 +95,8 @@ class InputSystem:
         """The ridge λ in force."""
         if self._lambda is not None:
             return self._lambda
-        return math.sqrt(self.width * len(self._tokens) / self.tokens) * self._mean_eigenvalue
+        spread = math.sqrt(self.width * len(self._tokens) / self.tokens)
+        return max(1.0, spread) * self._mean_eigenvalue
 
     @property
     def tokens(self) -> float:

@@ -72,7 +72,7 @@ def calibrate(
 
     `experts` and `batches` have the tasks as keys. A batch is the model's keyword arguments; its
     attention_mask says which tokens count, all if it has none. `adaptive` replaces `lambda_` by
-    tasks · √(d_in / n), for scale 'trace', and, for norms, by 0.01.
+    tasks · max(1, √(d_in / n)), for scale 'trace', and, for norms, by 0.01.
 
     Returns:
         The new value (float64) of each calibrated parameter, by its name in `merged`.
@@ -97,7 +97,7 @@ def calibrate(
             A = anchor(module, base.get_submodule(name), rho)
             if isinstance(module, nn.Linear):
                 n = sum(float(task.w.sum()) for task in tasks) / len(tasks)
-                ridge = len(tasks) * math.sqrt(module.in_features / n) if adaptive else lambda_
+                ridge = len(tasks) * max(1, math.sqrt(module.in_features / n)) if adaptive else lambda_
                 omega = [task_weight(task, scale) for task in tasks]
                 W = new[f"{name}.weight"] = linear_weight(tasks, omega, A["weight"], ridge)
                 if bias and "bias" in A:

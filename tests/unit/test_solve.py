@@ -69,7 +69,7 @@ class Problem:
         if lambda_ is None:
             total = sum(omega * gram for omega, gram in zip(omegas, grams, strict=True))
             tokens = np.mean([len(x) for x in self.students])
-            lambda_ = np.sqrt(WIDTH / tokens) * np.linalg.eigvalsh(total).mean()
+            lambda_ = max(1, np.sqrt(WIDTH / tokens)) * np.linalg.eigvalsh(total).mean()
         start = RHO * array(self.merged.weight) + (1 - RHO) * array((self.base if base else self.merged).weight)
         left = (lambda_ + EPSILON) * np.eye(WIDTH)
         right = lambda_ * start
