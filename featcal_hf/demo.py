@@ -232,6 +232,7 @@ def recipe_text(
         "featcal": {
             "samples": settings.calibration_rows,
             "max_length": settings.length,
+            **({} if settings.rho is None else {"rho": settings.rho}),
             **(section or {}),
             "tasks": [
                 {

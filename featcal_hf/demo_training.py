@@ -26,6 +26,7 @@ class DemoSettings:
         expert_steps: training steps of each expert, on its domain.
         expert_rate: peak learning rate of an expert.
         merge_weight: task arithmetic's weight of every expert.
+        rho: the anchor; 1 where the merge holds the experts' whole changes already, None for the default.
         calibration_rows: rows per task that calibration reads.
         dtype: of the checkpoints and the merge: `float32` or `bfloat16`.
         seed: of the splits, the initial weights and the order of the training rows.
@@ -36,6 +37,7 @@ class DemoSettings:
     expert_steps: int = 200
     expert_rate: float = 3e-3
     merge_weight: float = 1.0
+    rho: float | None = 1.0
     calibration_rows: int = 64
     dtype: str = "float32"
     seed: int = 0

@@ -17,6 +17,7 @@ from featcal_hf.compare import Models, open_models, streamed_of
 from featcal_hf.data import TaskData, load_task
 from featcal_hf.data.batches import Batch
 from featcal_hf.errors import CheckpointError, RanksError
+from featcal_hf.far_anchor import far_anchor
 from featcal_hf.forecast import batch_tokens, forecast_memory
 from featcal_hf.mapping import check_mapping, locate_dataset
 from featcal_hf.merged_recipe import other_recipe
@@ -90,7 +91,7 @@ def prepare(
         check_output(Path(output), folder)
     on_stage("opening checkpoints")
     models = open_models(read, folder, cache_dir, trust_remote_code, mapping)
-    warnings = (*read.warnings, *other_recipe(read, folder))
+    warnings = (*read.warnings, *far_anchor(read), *other_recipe(read, folder))
     for warning in warnings:
         _log.warning(warning)
     if output is None:

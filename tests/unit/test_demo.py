@@ -113,6 +113,7 @@ def test_the_recipe_merges_by_task_arithmetic_and_binds_every_expert_to_its_rows
         "featcal": {
             "samples": 4,
             "max_length": 16,
+            "rho": 1.0,
             "alpha": 0.5,
             "tasks": [
                 {
