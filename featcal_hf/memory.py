@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from featcal_hf.allocator import KEPT_BYTES
 from featcal_hf.footprint import BlockFootprint, ModuleInput
 from featcal_hf.grams import GATHERED_ROWS
 from featcal_hf.moments import few_in_all, few_in_task
@@ -71,7 +72,8 @@ def _block(stored: int, inputs: tuple[ModuleInput, ...], load: Load) -> int:
     systems = sum(_system(group, load) for group in groups)
     moments = sum(_moments(group, load) for group in groups)
     outputs = max((each.bytes // each.width * rows for each in groups for rows, _ in each.linears), default=0)
-    collect = moments + 2 * sum(each.bytes for each in inputs) + 2 * outputs
+    features = 2 * sum(each.bytes for each in inputs) + 2 * outputs
+    collect = moments + features
     work = (
         FLOAT32_BYTES
         * 4
@@ -81,12 +83,16 @@ def _block(stored: int, inputs: tuple[ModuleInput, ...], load: Load) -> int:
     solve = stored + max((_solve(group, load) for group in groups), default=0) - moments
     # Products in half precision make copies of their weights.
     is_half = stored < 3 * sum(rows * width for group in groups for rows, width in group.linears)
-    return (4 if is_half else 3) * stored + systems + max(collect, add, solve)
+    kept = min(features, KEPT_BYTES)  # what a batch frees stays with the process, see `keeping_freed_memory`
+    return (4 if is_half else 3) * stored + systems + max(collect, add, solve) + kept
 
 
 def _system(group: ModuleInput, load: Load) -> int:
-    size = load.tokens if few_in_all(load.tokens, group.width) else group.width
-    return FLOAT32_BYTES * size * (group.width + sum(rows for rows, _ in group.linears))
+    outputs = sum(rows for rows, _ in group.linears)
+    if few_in_all(load.tokens, group.width):
+        return FLOAT32_BYTES * load.tokens * (group.width + outputs)
+    drift = group.width if outputs >= group.width else 0
+    return FLOAT32_BYTES * group.width * (group.width + drift + outputs)
 
 
 def _moments(group: ModuleInput, load: Load) -> int:
