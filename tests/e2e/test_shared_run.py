@@ -23,7 +23,6 @@ from featcal_hf.calibrate import Step
 from featcal_hf.lock import locked
 from featcal_hf.ranks import Ranks
 
-TASKS = ("a", "b", "c")
 Inputs = dict[str, Tensor]
 
 
@@ -56,13 +55,15 @@ def moved(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("build", [llama, clip])
-@pytest.mark.parametrize(("size", "batches", "rows"), [(2, 5, 6), (3, 4, 6), (3, 1, 2)])
-def test_ranks_give_the_result_of_one_process(build: Any, size: int, batches: int, rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "tasks", "batches", "rows"), [(2, "abc", 5, 6), (3, "abc", 4, 6), (3, "a", 1, 2)])
+def test_ranks_give_the_result_of_one_process(
+    build: Any, size: int, tasks: str, batches: int, rows: int, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     base = build()
-    merged, experts = moved(base), {task: moved(base) for task in TASKS}
-    calibration = {task: [inputs(base, rows, 7 + number) for number in range(batches)] for task in TASKS}
-    holdout = {task: [inputs(base, 3, 8)] for task in TASKS}
+    merged, experts = moved(base), {task: moved(base) for task in tasks}
+    calibration = {task: [inputs(base, rows, 7 + number) for number in range(batches)] for task in tasks}
+    holdout = {task: [inputs(base, 3, 8)] for task in tasks}
 
     def run(ranks: Ranks | None = None) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         model = copy.deepcopy(merged)
@@ -90,7 +91,7 @@ def test_ranks_give_the_result_of_one_process(build: Any, size: int, batches: in
             assert [module["name"] for module in one["modules"]] == [module["name"] for module in other["modules"]]
             assert [each["modules"] for each in one["inputs"]] == [each["modules"] for each in other["inputs"]]
             assert [each["tokens"] for each in one["inputs"]] == [each["tokens"] for each in other["inputs"]]
-            for task in TASKS:
+            for task in tasks:
                 drift = [side["after"]["drift"] for side in (one["drift"][task], other["drift"][task])]
                 assert drift[0] == pytest.approx(drift[1], rel=1e-4)
 
@@ -107,6 +108,7 @@ def test_a_folder_that_ranks_calibrate_is_as_one_process_leaves_it(merge: Merge,
     assert all(block["drift"].keys() == {"a", "b"} for block in report["blocks"])
 
 
+@pytest.mark.slow
 def test_features_that_wait_in_files_change_nothing_and_leave_nothing(merge: Merge, tmp_path: Path) -> None:
     for memory in (None, 0):
         output = tmp_path / f"with {memory}"
@@ -237,15 +239,11 @@ cli.main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_a_launcher_starts_the_ranks_and_ends_them_when_one_dies(launcher: str, merge: Merge) -> None:
+def test_torchrun_starts_the_ranks_and_ends_them_when_one_dies(merge: Merge) -> None:
     script = merge.root / "dying.py"
     script.write_text(DYING)
-    if launcher == "torchrun":
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    else:
-        start = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    command = [sys.executable, *start, str(script), "calibrate", str(merge.recipe), str(merge.merged)]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*start, str(script), "calibrate", str(merge.recipe), str(merge.merged)]
     died = subprocess.run(command, env=os.environ | {"DIES": "1"}, capture_output=True, text=True, timeout=300)
     assert died.returncode != 0
     words = " ".join(died.stderr.split())
