@@ -31,21 +31,22 @@ LENGTH, BATCH = 128, 8
 
 
 def configurations() -> Iterator[dict[str, Any]]:
-    """What is tried: settings, merge weight and rows per task."""
+    """What is tried: settings, merge weight and rows per task. Without a rho, weight 1 takes the 1 that suits it."""
     for samples in (4, 64):
-        for scale, rho in (("frobenius", 2.0), ("trace", 2.0), ("trace", 1.0)):
+        for scale, rho in (("frobenius", 1.0), ("trace", 1.0), ("trace", 2.0)):
             for power in range(-4, 2):
                 settings = {"lambda": 10.0**power, "scale": scale, "rho": rho}
                 yield {"axis": "lambda", "samples": samples, "settings": settings}
-        yield {"axis": "lambda", "samples": samples, "settings": {}}
-    for samples, weight in ((4, 1.0), (64, 1.0), (4, 0.3)):
-        for rho in (0.0, 1.0, 2.0, 3.0):
+        yield {"axis": "lambda", "samples": samples, "settings": {"rho": 1.0}}
+    for samples, weight in ((4, 1.0), (64, 1.0), (64, 0.5)):
+        for rho in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0):
             yield {"axis": "rho", "samples": samples, "weight": weight, "settings": {"rho": rho}}
-    for samples, weight in ((4, 1.0), (64, 1.0), (64, 0.3)):
+    for samples, weight in ((4, 1.0), (64, 1.0), (64, 0.5)):
         for alpha in (0.0, 0.15, 0.3, 0.5, 0.7, 1.0):
-            yield {"axis": "alpha", "samples": samples, "weight": weight, "settings": {"alpha": alpha}}
+            settings = {"alpha": alpha, **({"rho": 1.0} if weight == 1.0 else {})}
+            yield {"axis": "alpha", "samples": samples, "weight": weight, "settings": settings}
     for samples in (1, 4, 16, 64):
-        yield {"axis": "samples", "samples": samples, "settings": {}}
+        yield {"axis": "samples", "samples": samples, "settings": {"rho": 1.0}}
 
 
 def main() -> None:

@@ -196,11 +196,11 @@ def lambda_figure(lines: Lines) -> Figure:
     figure, axes = panels(WIDE, 2, 2.9, columns=2)
     for axis, samples in zip(axes, (4, 64), strict=True):
         chosen = [line for line in lines if line["axis"] == "lambda" and line["samples"] == samples]
-        for scale, rho, color in (("frobenius", 2, MERGED), ("trace", 2, EXPERT), ("trace", 1, FAINT)):
+        for scale, rho, color in (("frobenius", 1, MERGED), ("trace", 1, EXPERT), ("trace", 2, FAINT)):
             wanted = {"scale": scale, "rho": rho}
             fixed = [line for line in chosen if wanted.items() <= line["settings"].items()]
             curve(axis, fixed, lambda line: float(line["settings"]["lambda"]), color, f"scale {scale}, rho {rho}")
-        (adaptive,) = (line for line in chosen if not line["settings"])
+        (adaptive,) = (line for line in chosen if "lambda" not in line["settings"])
         axis.axhline(
             mean(adaptive), color=CALIBRATED, linewidth=1.8, linestyle=(0, (4, 2)), label="adaptive (no lambda)"
         )
@@ -214,15 +214,14 @@ def lambda_figure(lines: Lines) -> Figure:
 def blend_figure(lines: Lines) -> Figure:
     """Recovered gap against ρ and α, for few and many rows and at two merge weights."""
     figure, axes = panels(WIDE, 2, 2.9, columns=2)
-    looks = {(64, 1.0): CALIBRATED, (4, 1.0): MERGED, (64, 0.3): EXPERT, (4, 0.3): FAINT}
+    looks = {(64, 1.0): CALIBRATED, (4, 1.0): MERGED, (64, 0.5): EXPERT}
     for axis, key in zip(axes, ("rho", "alpha"), strict=True):
         for (samples, weight), color in looks.items():
             chosen = [
                 line for line in lines if line["axis"] == key and (line["samples"], line["weight"]) == (samples, weight)
             ]
-            if chosen:
-                name = f"{samples} rows, merge weight {weight:g}"
-                curve(axis, chosen, lambda line, key=key: float(line["settings"][key]), color, name)
+            name = f"{samples} rows, merge weight {weight:g}"
+            curve(axis, chosen, lambda line, key=key: float(line["settings"][key]), color, name)
         title(axis, WIDE, key)
         finish(axis, key)
     axes[0].set_ylabel("gap recovered", fontsize=9, color=INK)
