@@ -15,8 +15,8 @@ from tiny_merge import Merge, Outcome, run_mergekit
 from transformers import LlamaForCausalLM
 
 Featcal = Callable[..., Outcome]
-NOT_RUN = {"make", "pip", "python", "demo", "push"}
-"""What installs, trains for minutes or needs the Hub; that it exists is tested elsewhere."""
+NOT_RUN = {"make", "pip", "python", "demo", "push", "torchrun", "accelerate"}
+"""What installs, trains for minutes, or needs the Hub or several processes; that it exists is tested elsewhere."""
 
 with_code = pytest.mark.parametrize(
     "path",

@@ -257,7 +257,17 @@ def test_merge_calibrate_and_load_again(name: str, tmp_path: Path, featcal: Call
             use_hub_layout(tmp_path / label)
     tasks = [{"model": str(tmp_path / task), "dataset": str(rows[task]), **family.reads} for task in TASKS]
     recipe = write_recipe(
-        tmp_path, featcal={"rho": 1.0, "alpha": 0.25, "samples": 48, "holdout": 16, "batch_size": 16, "tasks": tasks}
+        tmp_path,
+        featcal={
+            "lambda": 0.05,
+            "scale": "trace",
+            "rho": 1.0,
+            "alpha": 0.25,
+            "samples": 48,
+            "holdout": 16,
+            "batch_size": 16,
+            "tasks": tasks,
+        },
     )
     outcome = featcal("merge", recipe, tmp_path / "merged", "--out-shard-size", "60k")
     assert outcome.code == 0, outcome.errors

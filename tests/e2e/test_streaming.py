@@ -85,7 +85,7 @@ def test_features_in_files_give_the_same_bytes_and_leave_nothing_behind(
     assert featcal(merge.recipe, merge.merged, *output, "--activation-memory", "1kB").code == 0
     target = merge.merged if place == "in place" else tmp_path / "calibrated"
     assert len(written) > 3 * 2 * 2
-    assert {Path(path).parent.parent for path in written} == {target / (WORK if place == "in place" else UNFINISHED)}
+    assert {Path(path).parents[2] for path in written} == {target / (WORK if place == "in place" else UNFINISHED)}
     assert not any(Path(path).exists() for path in written)
     left, expected = contents(target), contents(other.merged)
     assert left.keys() == expected.keys()
