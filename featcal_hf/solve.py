@@ -107,7 +107,8 @@ class InputSystem:
         """Add a task's averaged moments; the modules that follow are its, until `end_task`."""
         omega = task_weight(moments, self.width, self.scale)
         self._tokens.append(moments.tokens)
-        self._mean_eigenvalue += omega * moments.trace() / self.width
+        if self._lambda is None:
+            self._mean_eigenvalue += omega * moments.trace() / self.width
         self._ridge.add_task(moments, omega, self.alpha)
         self._mean.add_(moments.mean, alpha=omega)
         self._task_weights += omega
