@@ -38,8 +38,9 @@ SETTINGS = {
 """Name -> keys of the featcal section: the defaults, the paper's for CLIP, and student features alone as the target."""
 
 RIDGES = (0.1, 1.0, 3.0, 10.0)
-BLENDS = [{"alpha": alpha, "rho": rho} for rho in (1.0, 2.0) for alpha in (0.0, 0.15, 0.3, 0.5, 0.8)]
-GRID = [{"lambda": ridge, "scale": "trace"} for ridge in RIDGES] + BLENDS + [{"rho": 1.5}, {"rho": 2.5}]
+ALPHAS = (0.0, 0.15, 0.5, 0.8)
+BLENDS = [{"alpha": alpha, "rho": rho} for rho in (1.0, 2.0) for alpha in ALPHAS]
+GRID = [{"lambda": ridge, "scale": "trace"} for ridge in RIDGES] + BLENDS + [{"rho": rho} for rho in (1.0, 1.5, 2.5)]
 """Keys of the featcal section that `--grid` tries on validation rows, beside the defaults and the paper's."""
 
 CHUNK = 128
